@@ -1,0 +1,1 @@
+"""Domain parallelism for PyTorch: one sample split over several devices, through unmodified modules."""
