@@ -17,6 +17,7 @@ and in a test file::
 
 from __future__ import annotations
 
-from shardtensor_collectives.testing._pool import DEFAULT_PRELOAD, RankFailure, RankPool, RankSkip
+from shardtensor_collectives.testing._pool import DEFAULT_PRELOAD, RankFailure, RankPool
+from shardtensor_collectives.testing._worker import RankSkip
 
 __all__ = ["DEFAULT_PRELOAD", "RankFailure", "RankPool", "RankSkip"]

@@ -37,9 +37,7 @@ class TestBody:
 
     def prepare(self) -> None:
         """Import the test module, with pytest's assertion rewriting."""
-        for entry in reversed(self.search_path):
-            if entry not in sys.path:
-                sys.path.insert(0, entry)
+        sys.path += [entry for entry in self.search_path if entry not in sys.path]
         if self.path not in _ready:
             _ready[self.path] = _load(self.path, self.module_name)
 

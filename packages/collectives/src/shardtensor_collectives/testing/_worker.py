@@ -99,7 +99,7 @@ def _run(rank: int, pipe: Connection, job: Job) -> Reply:
             return Reply("value", function(*args))
     except RankSkip as skip:
         return Reply("skip", text=str(skip))
-    except BaseException as error:  # noqa: BLE001 - pytest's outcomes and SystemExit are failures of the rank too
+    except BaseException as error:  # pytest's outcomes and SystemExit are failures of the rank too
         return Reply("error", text="".join(traceback.format_exception(error)))
 
 

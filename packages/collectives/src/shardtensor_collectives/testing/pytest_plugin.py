@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from shardtensor_collectives.testing._body import TestBody, parametrized_values, pickled_or_empty
-from shardtensor_collectives.testing._pool import DEFAULT_PRELOAD, RankFailure, RankPool, RankSkip
+from shardtensor_collectives.testing._pool import DEFAULT_PRELOAD, RankFailure, RankPool
+from shardtensor_collectives.testing._worker import RankSkip
 
 _ARGUMENT = "_n_ranks"
 
@@ -33,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(*sizes, timeout=20): run the body on every rank of a fresh gloo world of each size"
     )
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Let a test module import helper modules beside it, which pytest's ``importlib`` mode does not by itself."""
+    if isinstance(collector, pytest.Module):
+        folder = str(collector.path.parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # last, so that nothing installed is shadowed
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -68,7 +78,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     rows = {}
     for name in names:
         values = parametrized_values(name, list(pyfuncitem.iter_markers("parametrize")))
-        rows.update({name: row for row, value in enumerate(values) if value is pyfuncitem.funcargs[name]})
+        for row, value in enumerate(values):
+            if value is pyfuncitem.funcargs[name]:
+                rows[name] = row
     body = TestBody(
         path=str(pyfuncitem.path),
         module_name=pyfuncitem.function.__module__,
@@ -79,9 +91,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         filters=tuple(filters),
     )
     pool: RankPool = pyfuncitem._request.getfixturevalue("rank_pool")
+    n_ranks = cast(int, pyfuncitem.callspec.params[_ARGUMENT])
     scale = float(os.environ.get("SHARDTENSOR_TIMEOUT_SCALE", "1"))
     try:
-        pool.run(body, pyfuncitem.callspec.params[_ARGUMENT], timeout=scale * mark.kwargs.get("timeout", 20.0))
+        pool.run(body, n_ranks, timeout=scale * mark.kwargs.get("timeout", 20.0))
     except RankFailure as failure:
         pytest.fail(str(failure), pytrace=False)
     except RankSkip as skip:
