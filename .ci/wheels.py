@@ -6,6 +6,7 @@ An import that a package forgot to declare fails here: what it needs is not inst
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ IMPORT = """
 import importlib, importlib.metadata, sys, warnings
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own; numpy is nobody's dependency here
 module = importlib.import_module(sys.argv[1])
-assert module.__file__.startswith(sys.prefix), f"{module.__file__} is not the installed package"
+assert (module.__file__ or "").startswith(sys.prefix), f"{module.__path__} is not the installed package"
 for entry in importlib.metadata.entry_points(group="shardtensor.ops"):
     assert isinstance(entry.load(), dict), f"{entry.value} is not a manifest"
 """
@@ -40,7 +41,7 @@ def build(folder: Path, target: Path) -> Path:
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)],
         cwd=folder,
         check=True,
-        stdout=subprocess.DEVNULL,
+        env={**os.environ, "HATCH_QUIET": "1"},
     )
     return max(target.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime_ns)
 
