@@ -25,6 +25,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource", "show-in
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True  # show a default as it is written, not as its repr of many lines
 napoleon_google_docstring = False
+napoleon_use_ivar = True  # an attribute section describes, autodoc indexes: else every field would be there twice
 napoleon_use_rtype = False
 napoleon_preprocess_types = False
 suppress_warnings = [
