@@ -31,7 +31,8 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
     Notes
     -----
-    Communication: two all-gathers, of the pickled lengths and of the longest length from every rank. None with one rank.
+    Communication: two all-gathers, of the pickled lengths and of the longest length from every rank.
+    None with one rank.
 
     Examples
     --------

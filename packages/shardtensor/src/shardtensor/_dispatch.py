@@ -1,0 +1,354 @@
+"""Below autograd: find the plan of an operator and run it.
+
+The first of these that applies serves an operator: a handler; a rule, whose plan is native or moves shards; a gather,
+which is right but not scalable and is reported (`set_fallback_mode`).
+
+A plan depends only on the operator, the layouts and the static arguments, so it is cached on these. The commonest
+plans (operands as they are, one result) are kept in a table of their own, and a hit does nothing but call the operator on
+the local tensors and wrap the result: this path must stay below DTensor's own cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardtensor_collectives import operator_range
+from shardtensor_spec import LayoutMismatchError, ShardTensorError, ShardTensorSpec, on_new_world
+
+from . import _tensor
+from ._debug import check_agreement, debug_enabled
+from ._fallback_mode import report_gather
+from ._layout import meta_of, replicated_spec, without_partial
+from ._lost_alias import check_may_write, remember_copied_view
+from ._plan import Call, Plan
+from ._promotion import check_may_promote, promote
+from ._random import seeded_by_shard
+from ._registry import Handler, find_dispatch_handler, find_rule, on_registration
+from ._torch_private import make_wrapper, returns_alias, schema_writes
+from ._transition import transition
+
+N_CACHED_PLANS = 4096
+
+Key = tuple[Any, ...]
+
+_direct: dict[Key, tuple[Callable[..., Any], ShardTensorSpec | None]] = {}
+"""Key -> what to call on the local tensors, and the layout of the result (None: the operator wrote to its first operand)."""
+_plans: dict[Key, Plan] = {}
+_handlers: dict[Any, Handler | None] = {}
+_debug = debug_enabled()
+
+
+def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator on ShardTensors.
+
+    Parameters
+    ----------
+    op : OpOverload
+        The operator.
+    args, kwargs
+        Its arguments; plain tensors among them are taken as replicated.
+
+    Notes
+    -----
+    Communication: what the operator's plan says; none on the direct path.
+    """
+    # Specialised by arity: generic key building costs as much as the operator itself.
+    if not kwargs:
+        n_args = len(args)
+        if n_args == 2:
+            first, second = args
+            kind = type(second)
+            if type(first) is ShardTensor:
+                if kind is ShardTensor:
+                    hit = _direct.get((op, first._spec, second._spec))
+                    if hit is not None:
+                        local = hit[0](first._local_tensor, second._local_tensor)
+                        return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+                elif kind is float or kind is int:
+                    hit = _direct.get((op, first._spec, float if kind is float else second))
+                    if hit is not None:
+                        local = hit[0](first._local_tensor, second)
+                        return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+        elif n_args == 1:
+            (first,) = args
+            if type(first) is ShardTensor:
+                hit = _direct.get((op, first._spec))
+                if hit is not None:
+                    local = hit[0](first._local_tensor)
+                    return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+    return _dispatch_generally(op, args, kwargs or {})
+
+
+def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = _handlers[op] if op in _handlers else _handlers.setdefault(op, find_dispatch_handler(op))
+    if handler is not None:
+        mesh = _mesh_of(op, args, kwargs)
+        return handler(*_promote_operands(args, mesh), **_promote_operands(kwargs, mesh))
+    key = (op, *map(_key_of, args), *((name, _key_of(value)) for name, value in kwargs.items()))
+    try:
+        hit = _direct.get(key)
+        plan = _plans.get(key)
+    except TypeError:  # a symbolic size cannot be hashed, so the plan is made anew
+        return _execute(_make_plan(op, args, kwargs), op, args, kwargs)
+    if hit is not None:
+        # Direct plans take their operands as they are; which of them are plain was decided when the plan was made.
+        local = hit[0](*map(_local_of, args), **{name: _local_of(value) for name, value in kwargs.items()})
+        return args[0] if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+    if plan is None:
+        plan = _make_plan(op, args, kwargs)
+        _remember(key, plan, op, args, kwargs)
+    return _execute(plan, op, args, kwargs)
+
+
+def _make_plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    mesh = _mesh_of(op, args, kwargs)
+    call = Call(op, _specs_for(args, mesh), _specs_for(kwargs, mesh))
+    try:
+        rule = find_rule(op)
+        plan = rule(call) if rule is not None else None
+    except ShardTensorError as error:
+        error.add_context(where=str(op), inputs=[spec.describe() for spec in call.specs])
+        raise
+    return plan if plan is not None else Plan(tuple(spec.replicated() for spec in call.specs), None, kind="gather")
+
+
+def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for table in (_plans, _direct):
+        if len(table) >= N_CACHED_PLANS:  # e.g. a new length at every step: forget the oldest quarter
+            for old in list(table)[: N_CACHED_PLANS // 4]:
+                del table[old]  # type: ignore[attr-defined]
+    operands = _operands(args) + _operands(kwargs)
+    writes = schema_writes(op)
+    is_direct = (
+        not _debug
+        and plan.kind != "gather"
+        and not plan.replaced
+        and plan.final is None
+        and isinstance(plan.result, ShardTensorSpec)
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and all(type(t) is ShardTensor and t._spec is target for t, target in zip(operands, plan.targets, strict=True))
+        and (not writes or (writes == (0,) and not returns_new(op)))
+        and not any(isinstance(value, (list, tuple)) and _operands(value) for value in (*args, *kwargs.values()))
+    )
+    if is_direct and not writes:
+        assert isinstance(plan.result, ShardTensorSpec)
+        _direct[key] = (plan.local or op, plan.result)
+    else:
+        _plans[key] = plan
+
+
+def returns_new(op: Any) -> bool:
+    """Whether the operator returns something else than the operand that it writes to."""
+    return not (len(op._schema.returns) == 1 and op._schema.returns[0].alias_info is not None)
+
+
+def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mesh = _mesh_of(op, args, kwargs)
+    operands = _operands(args) + _operands(kwargs)
+    written = [operand for position in schema_writes(op) for operand in _operands(_argument(op, position, args, kwargs))]
+    for operand in written:
+        if isinstance(operand, ShardTensor):
+            check_may_write(operand, str(op))
+    for operand in operands:
+        if not isinstance(operand, ShardTensor):
+            _check_plain_operand(operand, op, mesh)
+    if _debug:
+        _check_ranks_agree(op, args, kwargs, operands, mesh)
+    with operator_range(str(op)):
+        if plan.kind == "gather":
+            report_gather(str(op), tuple(t._spec for t in operands if isinstance(t, ShardTensor)))
+        locals_ = [
+            transition(_local_of(operand), _spec_of(operand, mesh), target)
+            for operand, target in zip(operands, plan.targets, strict=True)
+        ]
+        stream = iter(locals_)
+        local_args, local_kwargs = _with_locals(args, stream), _with_locals(kwargs, stream)
+        local_args, local_kwargs = plan.localize(op, local_args, local_kwargs)
+        call = plan.local or op
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            layout = plan.result if isinstance(plan.result, ShardTensorSpec) else None
+            with seeded_by_shard(layout, plan.targets[0], locals_[0].device):
+                outcome = call(*local_args, **local_kwargs)
+        else:
+            outcome = call(*local_args, **local_kwargs)
+        if written:
+            by_id = {id(operand): index for index, operand in enumerate(operands)}
+            for operand in written:
+                index = by_id[id(operand)]
+                _write_home(operand, locals_[index], plan.targets[index], mesh)
+        results = _wrap_results(plan, op, outcome, written, operands, mesh)
+    if plan.kind == "gather" and not written and returns_alias(op):
+        for view in results if isinstance(results, (list, tuple)) else [results]:
+            if isinstance(view, ShardTensor) and isinstance(operands[0], ShardTensor):
+                remember_copied_view(operands[0], view)
+    return results
+
+
+def _wrap_results(plan: Plan, op: Any, outcome: Any, written: list[Any], operands: list[Any], mesh: Any) -> Any:
+    if written and not returns_new(op):
+        return written[0]
+    if isinstance(outcome, (list, tuple)):
+        layouts = plan.result if isinstance(plan.result, tuple) else (None,) * len(outcome)
+        finals = plan.final if isinstance(plan.final, tuple) else (None,) * len(outcome)
+        wrapped = [
+            _wrap(local, layout, final, mesh) for local, layout, final in zip(outcome, layouts, finals, strict=True)
+        ]
+        # Results that are written operands (an out= form) are these operands themselves.
+        for index, result in enumerate(op._schema.returns):
+            if result.alias_info is not None and result.alias_info.is_write and index < len(written):
+                wrapped[index] = written[index]
+        return type(outcome)(wrapped) if type(outcome) in (list, tuple) else tuple(wrapped)
+    layout = plan.result if isinstance(plan.result, ShardTensorSpec) else None
+    final = plan.final if isinstance(plan.final, ShardTensorSpec) else None
+    return _wrap(outcome, layout, final, mesh)
+
+
+def _wrap(local: Any, layout: ShardTensorSpec | None, final: ShardTensorSpec | None, mesh: Any) -> Any:
+    if not isinstance(local, torch.Tensor):
+        return local
+    if layout is None:
+        layout = replicated_spec(local, mesh)
+    assert tuple(local.shape) == tuple(layout.local_shape), (tuple(local.shape), layout)
+    assert layout.tensor_meta is not None and local.dtype == layout.tensor_meta.dtype, (local.dtype, layout.tensor_meta)
+    if final is not None and final is not layout:
+        local, layout = transition(local, layout, final), final
+    return make_wrapper(ShardTensor, local, layout, requires_grad=False)
+
+
+def _write_home(operand: Any, local: torch.Tensor, layout: ShardTensorSpec, mesh: Any) -> None:
+    """Bring what an operator wrote back into the operand that it was asked to write to."""
+    if not isinstance(operand, ShardTensor):
+        if local is not operand:
+            operand.copy_(transition(local, layout, replicated_spec(operand, mesh)))
+        return
+    spec = operand._spec
+    if local is operand._local_tensor:
+        return
+    if spec.has_partial:
+        # Contributions were reduced before the write: the tensor now holds the value itself.
+        home = without_partial(spec)
+        operand._local_tensor = transition(local, layout, home)
+        operand._spec = home
+        return
+    if layout is spec:
+        operand._local_tensor.copy_(local)
+    else:
+        operand._local_tensor.copy_(transition(local, layout, spec))
+
+
+def _check_plain_operand(tensor: torch.Tensor, op: Any, mesh: Any) -> None:
+    check_may_promote(tensor, mesh)
+    if tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise LayoutMismatchError(
+            f"a plain tensor of shape {tuple(tensor.shape)} that requires a gradient meets a ShardTensor inside {op}: its "
+            "gradient would be a ShardTensor",
+            where=str(op),
+            advice="make it a ShardTensor first, e.g. ShardTensor.from_local(tensor, mesh, [Replicate()])",
+        )
+
+
+def _check_ranks_agree(op: Any, args: Any, kwargs: Any, operands: list[Any], mesh: Any) -> None:
+    described = [t._spec.describe() for t in operands if isinstance(t, ShardTensor)]
+    statics = [repr(v) for v in (*args, *kwargs.values()) if not isinstance(v, (torch.Tensor, list, tuple))]
+    plain = [t for t in operands if not isinstance(t, ShardTensor)]
+    check_agreement(str(op), "; ".join(described + statics), plain, mesh)
+
+
+def _mesh_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    meshes = [t._spec.mesh for t in _operands(args) + _operands(kwargs) if isinstance(t, ShardTensor)]
+    for mesh in meshes[1:]:
+        if mesh is not meshes[0] and mesh != meshes[0]:
+            raise LayoutMismatchError(
+                f"ShardTensors on two meshes meet: {meshes[0]} and {mesh}",
+                where=str(op),
+                inputs=[t._spec.describe() for t in _operands(args) if isinstance(t, ShardTensor)],
+                advice="gather one of them with full_tensor() and make it a ShardTensor on the other mesh",
+            )
+    return meshes[0]
+
+
+def _operands(value: Any) -> list[Any]:
+    """Collect the tensors among arguments, those in lists included, in the order of `Call.specs`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _operands(item)]
+    return []
+
+
+def _argument(op: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name)
+
+
+def _local_of(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, ShardTensor) else value
+
+
+def _spec_of(tensor: Any, mesh: Any) -> ShardTensorSpec:
+    return tensor._spec if isinstance(tensor, ShardTensor) else replicated_spec(tensor, mesh)
+
+
+def _specs_for(value: Any, mesh: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _spec_of(value, mesh)
+    if isinstance(value, dict):
+        return {name: _specs_for(item, mesh) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_specs_for(item, mesh) for item in value)
+    return value
+
+
+def _with_locals(value: Any, locals_: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(locals_)
+    if isinstance(value, dict):
+        return {name: _with_locals(item, locals_) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_locals(item, locals_) for item in value)
+    return value
+
+
+def _promote_operands(value: Any, mesh: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, ShardTensor) else promote(value, mesh)
+    if isinstance(value, dict):
+        return {name: _promote_operands(item, mesh) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_promote_operands(item, mesh) for item in value)
+    return value
+
+
+def _key_of(value: Any) -> Any:
+    """Return what of an argument a plan may depend on: the layout of a tensor, the type of a float, the value of the rest."""
+    kind = type(value)
+    if kind is ShardTensor:
+        return value._spec
+    if kind is float:
+        return float
+    if kind is bool:
+        return (bool, value)
+    if isinstance(value, ShardTensor):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return ("plain", meta_of(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key_of, value))
+    return value
+
+
+def forget_plans() -> None:
+    """Empty the caches."""
+    _direct.clear()
+    _plans.clear()
+    _handlers.clear()
+
+
+on_new_world(forget_plans)
+on_registration(forget_plans)
+
+ShardTensor = _tensor.ShardTensor

@@ -1,0 +1,53 @@
+"""Process groups of a mesh: one axis, or all axes flattened."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardtensor_spec import on_new_world
+
+
+@functools.lru_cache(maxsize=64)
+def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i."""
+    return mesh.get_group(axis)
+
+
+@functools.lru_cache(maxsize=64)
+def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Group of all ranks of the mesh, in row-major order of their coordinates.
+
+    Notes
+    -----
+    Communication: the first call for a mesh of several axes may create a process group; all ranks make that call.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group(0)
+    if mesh.size() == dist.get_world_size() and mesh.mesh.flatten().tolist() == list(range(mesh.size())):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return mesh._flatten().get_group()
+
+
+@functools.lru_cache(maxsize=64)
+def axis_name(mesh: DeviceMesh, axis: int | None = None) -> str:
+    """Name of a mesh axis (or of all of them) for traces and messages."""
+    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    return "x".join(names) if axis is None else names[axis]
+
+
+def flat_coordinate(coordinate: tuple[int, ...], mesh: DeviceMesh) -> int:
+    """Position of a coordinate in row-major order."""
+    index = 0
+    for position, n_ranks in zip(coordinate, mesh.shape, strict=True):
+        index = index * n_ranks + position
+    assert 0 <= index < math.prod(mesh.shape)
+    return index
+
+
+on_new_world(axis_group.cache_clear)
+on_new_world(whole_group.cache_clear)

@@ -1,0 +1,36 @@
+"""Views that had to be copied: writing to them, or to what they are a view of, would silently change only one side."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from shardtensor_spec import UnsupportedShardingError
+
+def _root(tensor: Any) -> Any:
+    return tensor._base if tensor._is_view() else tensor
+
+
+def remember_copied_view(base: Any, view: Any) -> None:
+    """Note that ``view`` holds a copy of rows of ``base``, not the rows themselves."""
+    root = _root(base)
+    root.__dict__.setdefault("_copied_views", []).append(weakref.ref(view))
+
+
+def check_may_write(tensor: Any, operator: str) -> None:
+    """Refuse a write that a copied view would not see, or that would stay in the copy.
+
+    Raises
+    ------
+    UnsupportedShardingError
+        If the tensor, or one that shares memory with it, is alive as a copy.
+    """
+    copied = _root(tensor).__dict__.get("_copied_views")
+    if copied and any(reference() is not None for reference in copied):
+        raise UnsupportedShardingError(
+            "a view of this tensor cannot share its memory under this sharding and was copied, so a write would reach "
+            "only one of the two",
+            where=operator,
+            inputs=[tensor._spec.describe()],
+            advice="write before taking the view, or use the out-of-place operator",
+        )
