@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardtensor_spec import (
@@ -73,6 +73,7 @@ def test_moving_and_changing_the_origin(box: Box, origin: Box) -> None:
 
 @quick
 @given(st.lists(boxes, max_size=6))
+@example([((0, 1),), ((4, 6),), ((0, 2),)])
 def test_many_boxes_are_disjoint_if_all_pairs_are(many: list[Box]) -> None:
     assert are_disjoint(many) == (len(set().union(*map(points, many))) == sum(map(box_numel, many)))
 

@@ -388,6 +388,23 @@ def test_replicas_on_the_second_axis_of_a_mesh_share_the_load() -> None:
     assert {plan.n_sent for plan in plans} == {9}
 
 
+def test_equally_loaded_replicas_serve_the_receiver_before_them() -> None:
+    whole, nothing = ((0, 4),), ((0, 0),)
+    for receiver, owner in ((1, 2), (3, 0)):
+        wanted = tuple(whole if rank == receiver else nothing for rank in range(4))
+        plans = check(Case((whole, nothing, whole, nothing), wanted, (4,)))
+        assert [message.peer for message in plans[receiver].receives] == [owner]
+
+
+def test_partly_overlapping_owners_send_joined_pieces() -> None:
+    owned = (((0, 2), (0, 2)), ((0, 4), (2, 4)), ((2, 4), (0, 4)))
+    plans = check(Case(owned, (((0, 4), (0, 4)), ((0, 0), (0, 0)), ((0, 0), (0, 0))), (4, 4)))
+    assert [[piece.target for piece in message.pieces] for message in plans[0].receives] == [
+        [((0, 4), (2, 4))],
+        [((2, 4), (0, 2))],
+    ]
+
+
 def test_adjoint_leaves_the_sum_over_replicas_to_the_caller() -> None:
     whole, nothing = ((0, 2),), ((0, 0),)
     case = Case((whole, whole, nothing), (whole, nothing, whole), (2,))

@@ -131,10 +131,8 @@ class ExchangePlan:
     def is_identity(self) -> bool:
         """Whether this rank's window is exactly its local tensor. It may have to send all the same."""
         whole = box_of_shape(self.local_shape)
-        return (
-            self.local_shape == self.window_shape
-            and not (self.receives or self.repeats or self.gaps)
-            and (self.copies == (Piece(whole, whole),) or box_numel(whole) == 0)
+        return self.local_shape == self.window_shape and (
+            self.copies == (Piece(whole, whole),) or box_numel(whole) == 0
         )
 
     @property
