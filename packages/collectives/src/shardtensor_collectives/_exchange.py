@@ -182,9 +182,9 @@ def exchange_adjoint(
     tensor([2., 1., 2.])
     """
     _check(window, plan.window_shape, plan, group, "exchange_adjoint")
-    reverse = plan.adjoint()
     if is_traced(window):
-        return finished(_traced.exchange_adjoint(window, reverse, group), async_op)
+        return finished(_traced.exchange_adjoint(window, plan, group), async_op)
+    reverse = plan.adjoint()
 
     def adjoint(grad: Tensor) -> Tensor:
         return exchange(grad, plan, group, axis=axis)

@@ -144,7 +144,7 @@ def launch(
 
 
 def _link(pending: Pending, source: Tensor, adjoint: Callable[[Tensor], Tensor | None]) -> None:
-    pending._link = lambda result: _Adjoint.apply(source, [result], adjoint)  # type: ignore[no-untyped-call]
+    pending._link = lambda result: _Adjoint.apply(source, [result], adjoint)
 
 
 def finished(result: Tensor, async_op: bool) -> Tensor | Pending:

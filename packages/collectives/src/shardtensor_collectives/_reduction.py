@@ -101,8 +101,8 @@ def reduce_in_order(pieces: list[Tensor], op: ReduceOp) -> Tensor:
     result = widened(pieces[0])
     if op in ("sum", "mean") and dtype in _ACCUMULATE_IN:
         result = result.to(_ACCUMULATE_IN[dtype])
-    elif result.data_ptr() == pieces[0].data_ptr():
-        result = result.clone()
+    elif dtype not in _WIDER:
+        result = result.clone()  # it is still the first piece
     for piece in pieces[1:]:
         value = widened(piece)
         if dtype is torch.bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from shardtensor_collectives._reduction import ReduceOp, narrowed, reduce_in_ord
 from shardtensor_collectives._regions import region
 from shardtensor_collectives._torch_private import functional_collectives, resolved
 from shardtensor_collectives._wire import as_wire, piece_shape, row_numel
-from shardtensor_spec import AdjointPlan, ExchangePlan, Message, Piece
+from shardtensor_spec import ExchangePlan, Message, Piece
 
 
 def _all_to_all(flat: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -29,10 +28,16 @@ def _all_to_all(flat: Tensor, receive: Sequence[int], send: Sequence[int], group
         return torch.view_as_complex(resolved(result))
     wire = as_wire(flat.contiguous())
     factor = flat.element_size() // wire.element_size()
-    result = functional_collectives.all_to_all_single(
-        wire, [factor * n for n in receive], [factor * n for n in send], group
+    result = resolved(
+        functional_collectives.all_to_all_single(wire, [factor * n for n in receive], [factor * n for n in send], group)
     )
-    return resolved(result).view(flat.dtype)
+    # A view in another dtype has no gradient, not even if it is the same dtype.
+    return result if result.dtype is flat.dtype else result.view(flat.dtype)
+
+
+def _zeroed(tensor: Tensor) -> Tensor:
+    """Zeros that keep the gradient history; a product with zero would keep infinities too."""
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
 def _joined(flat: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
@@ -91,7 +96,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> Tensor:
     """See the eager function."""
     if tensor.requires_grad and torch.is_grad_enabled():
         # The functional broadcast has no gradient; a sum with zeros has the right one.
-        contribution = tensor if group.rank() == source else tensor * 0
+        contribution = tensor if group.rank() == source else _zeroed(tensor)
         return resolved(functional_collectives.all_reduce(contribution.contiguous(), "sum", group))
     flat = tensor.contiguous().reshape(-1)
     send = [flat.numel()] * group.size() if group.rank() == source else [0] * group.size()
@@ -103,7 +108,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> Tensor:
 def reduce(tensor: Tensor, group: dist.ProcessGroup, destination: int, op: ReduceOp) -> Tensor:
     """See the eager function."""
     result = all_reduce(tensor, group, op)
-    return result if group.rank() == destination else torch.zeros_like(result)
+    return result if group.rank() == destination else _zeroed(result)
 
 
 def scatter_v(full: Tensor, sizes: tuple[int, ...], dim: int, group: dist.ProcessGroup, source: int) -> Tensor:
@@ -149,16 +154,18 @@ def exchange(local: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, fill: 
     return window
 
 
-def exchange_adjoint(grad: Tensor, plan: AdjointPlan, group: dist.ProcessGroup) -> Tensor:
-    """See the eager function."""
-    if plan.folds:
+def exchange_adjoint(grad: Tensor, plan: ExchangePlan, group: dist.ProcessGroup) -> Tensor:
+    """See the eager function. The plan is reversed here: ``plan.adjoint()`` keeps a cache, which cannot be traced."""
+    if plan.repeats:
         grad = grad.clone()
-    for piece in plan.folds:
-        region(grad, piece.target).add_(region(grad, piece.source))
-    arrived = _swap(grad, plan.sends, plan.receives, plan.moves_nothing, group)
+    for piece in reversed(plan.repeats):
+        region(grad, piece.source).add_(region(grad, piece.target))
+    sends = [message.reversed() for message in plan.receives]
+    receives = [message.reversed() for message in plan.sends]
+    arrived = _swap(grad, sends, receives, plan.moves_nothing, group)
     result = grad.new_zeros(plan.local_shape)
     for piece in plan.copies:
-        region(result, piece.target).add_(region(grad, piece.source))
+        region(result, piece.source).add_(region(grad, piece.target))
     for piece, values in arrived:
         region(result, piece.target).add_(values)
     return result
@@ -177,7 +184,7 @@ def _swap(
         parts += [region(tensor, piece.source).reshape(-1) for piece in message.pieces]
     for message in receives:
         receive[message.peer] = message.numel
-    flat: Any = _all_to_all(torch.cat(parts), receive, send, group)
+    flat = _all_to_all(torch.cat(parts), receive, send, group)
     pieces = [piece for message in receives for piece in message.pieces]
     values = flat.split([piece.numel for piece in pieces]) if pieces else []
     return [(piece, value.reshape(piece.shape)) for piece, value in zip(pieces, values, strict=True)]
