@@ -11,13 +11,13 @@ from torch import Tensor
 from shardtensor_collectives import _traced
 from shardtensor_collectives._checks import check_extent, checked_dim, checked_sizes, members
 from shardtensor_collectives._pending import Pending, finished, launch
-from shardtensor_collectives._torch_private import is_traced
+from shardtensor_collectives._torch_private import all_gather_single, is_traced
 from shardtensor_collectives._wire import (
     as_wire,
     flattened,
     is_gloo_like,
     piece_shape,
-    post_messages,
+    post_pieces,
     row_numel,
     splits,
     unpack,
@@ -127,11 +127,10 @@ def _post(local: Tensor, sizes: tuple[int, ...], dim: int, group: dist.ProcessGr
     mine = flattened(local)
     shapes = [piece_shape(local.shape, dim, size) for size in sizes]
     if is_gloo_like(local):
-        others = [peer for peer in range(len(sizes)) if peer != rank]
-        works = post_messages([(peer, mine) for peer in others], [(peer, targets[peer]) for peer in others], group)
-        targets[rank].copy_(mine)
+        works, _ = post_pieces([mine] * len(sizes), targets, group, rank)
+        targets[rank].copy_(mine)  # while the others travel
     elif len(set(sizes)) == 1:
-        works = [dist.all_gather_into_tensor(as_wire(buffer), as_wire(mine), group=group, async_op=True)]
+        works = [all_gather_single(as_wire(buffer), as_wire(mine), group=group, async_op=True)]
     else:  # NCCL makes one grouped broadcast per rank of it
         works = [dist.all_gather([as_wire(target) for target in targets], as_wire(mine), group=group, async_op=True)]
     return Pending(works, lambda: unpack(buffer, shapes, dim), keep=mine)

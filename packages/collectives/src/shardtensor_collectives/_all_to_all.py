@@ -12,7 +12,16 @@ from shardtensor_collectives import _traced
 from shardtensor_collectives._checks import check_extent, checked_dim, checked_sizes, members
 from shardtensor_collectives._pending import Pending, finished, launch
 from shardtensor_collectives._torch_private import is_traced
-from shardtensor_collectives._wire import pack, piece_shape, post_all_to_all, row_numel, unpack
+from shardtensor_collectives._wire import (
+    is_gloo_like,
+    pack,
+    piece_shape,
+    post_all_to_all,
+    post_pieces,
+    row_numel,
+    splits,
+    unpack,
+)
 from shardtensor_spec import LayoutMismatchError
 
 
@@ -125,12 +134,17 @@ def all_to_all_v(
         return (sum(send) - send[rank]) * row, (sum(receive) - receive[rank]) * received_row
 
     def post(data: Tensor) -> Pending:
-        source = pack(data, send, send_dim)
         buffer = data.new_empty(sum(receive) * received_row)
-        works = post_all_to_all(
-            buffer, source, [size * received_row for size in receive], [size * row for size in send], group, rank
-        )
-        return Pending(works, lambda: unpack(buffer, shapes, receive_dim), keep=source)
+        n_received = [size * received_row for size in receive]
+        keep: object
+        if is_gloo_like(data):
+            pieces, targets = data.split(send, send_dim), splits(buffer, n_received)
+            works, keep = post_pieces(pieces, targets, group, rank)
+            targets[rank].view(shapes[rank]).copy_(pieces[rank])  # while the others travel
+        else:
+            keep = source = pack(data, send, send_dim)
+            works = post_all_to_all(buffer, source, n_received, [size * row for size in send], group)
+        return Pending(works, lambda: unpack(buffer, shapes, receive_dim), keep)
 
     def adjoint(grad: Tensor) -> Tensor:
         return all_to_all_v(grad, receive, send, group, send_dim=receive_dim, receive_dim=send_dim, axis=axis)

@@ -14,8 +14,8 @@ from shardtensor_collectives._all_gather import all_gather_v
 from shardtensor_collectives._checks import check_extent, checked_dim, checked_sizes, members
 from shardtensor_collectives._pending import Pending, finished, launch
 from shardtensor_collectives._reduction import ReduceOp, check_op, dist_op, narrowed, reduce_in_order, widened
-from shardtensor_collectives._torch_private import is_traced
-from shardtensor_collectives._wire import is_gloo_like, pack, piece_shape, post_all_to_all, row_numel, splits
+from shardtensor_collectives._torch_private import is_traced, reduce_scatter_single
+from shardtensor_collectives._wire import is_gloo_like, pack, piece_shape, post_pieces, row_numel, splits
 
 
 @overload
@@ -130,20 +130,25 @@ def _post(full: Tensor, sizes: tuple[int, ...], dim: int, group: dist.ProcessGro
     row = row_numel(full.shape, dim)
     shape = piece_shape(full.shape, dim, sizes[rank])
     n_ranks, n_mine = len(sizes), sizes[rank] * row
-    source = pack(full, sizes, dim)
     if is_gloo_like(full):
         # gloo's own reduce-scatter costs an all-reduce or more; this moves the fewest bytes.
-        buffer = full.new_empty(n_ranks * n_mine)
-        works = post_all_to_all(buffer, source, [n_mine] * n_ranks, [size * row for size in sizes], group, rank)
-        return Pending(works, lambda: reduce_in_order(splits(buffer, [n_mine] * n_ranks), op).view(shape), keep=source)
-    wide = widened(source)
+        buffers = [full.new_empty(n_mine if peer != rank else 0) for peer in range(n_ranks)]
+        pieces = full.split(sizes, dim)
+        works, keep = post_pieces(pieces, buffers, group, rank)
+
+        def finish_here() -> Tensor:
+            contributions = [pieces[peer] if peer == rank else buffers[peer].view(shape) for peer in range(n_ranks)]
+            return reduce_in_order(contributions, op, untouched=rank).contiguous()
+
+        return Pending(works, finish_here, keep)
+    wide = widened(pack(full, sizes, dim))
     output = wide.new_empty(n_mine)
     reduction = dist_op(op, full.dtype)
     if len(set(sizes)) == 1:
-        work = dist.reduce_scatter_tensor(output, wide, op=reduction, group=group, async_op=True)
+        work = reduce_scatter_single(output, wide, op=reduction, group=group, async_op=True)
     else:  # NCCL makes one grouped reduction per rank of it
-        pieces = splits(wide, [size * row for size in sizes])
-        work = dist.reduce_scatter(output, pieces, op=reduction, group=group, async_op=True)
+        parts = splits(wide, [size * row for size in sizes])
+        work = dist.reduce_scatter(output, parts, op=reduction, group=group, async_op=True)
 
     def finish() -> Tensor:
         if op == "mean":

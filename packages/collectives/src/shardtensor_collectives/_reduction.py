@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -95,27 +95,44 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def reduce_in_order(pieces: list[Tensor], op: ReduceOp) -> Tensor:
-    """Reduce equally shaped tensors from the first to the last, so that the result is the same each time."""
+def reduce_in_order(pieces: list[Tensor], op: ReduceOp, untouched: int | None = None) -> Tensor:
+    """Reduce equally shaped tensors from the first to the last, so that the result is the same each time.
+
+    Parameters
+    ----------
+    pieces : list of Tensor
+        At least two.
+    op : str
+        The reduction.
+    untouched : int, optional
+        The others may be overwritten; without it none is.
+    """
     dtype = pieces[0].dtype
-    result = widened(pieces[0])
+    values = [widened(piece) for piece in pieces]
+    accumulator: Tensor | None = None
     if op in ("sum", "mean") and dtype in _ACCUMULATE_IN:
-        result = result.to(_ACCUMULATE_IN[dtype])
-    elif dtype not in _WIDER:
-        result = result.clone()  # it is still the first piece
-    for piece in pieces[1:]:
-        value = widened(piece)
-        if dtype is torch.bool:
-            (torch.minimum if op in ("min", "product") else torch.maximum)(result, value, out=result)
-        elif op in ("sum", "mean"):
-            result += value
-        elif op == "product":
-            result *= value
-        else:
-            (torch.maximum if op == "max" else torch.minimum)(result, value, out=result)
+        values[0] = accumulator = values[0].to(_ACCUMULATE_IN[dtype])
+    elif untouched is not None:
+        accumulator = values[1 if untouched == 0 else 0]
+    combine = _combination(op, dtype)
+    result = values[0]
+    for value in values[1:]:
+        result = combine(result, value) if accumulator is None else combine(result, value, out=accumulator)
     if op == "mean":
-        result /= len(pieces)
+        result = result.div_(len(pieces))
     return narrowed(result, dtype)
+
+
+def _combination(op: ReduceOp, dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return torch.minimum if op in ("min", "product") else torch.maximum
+    return {
+        "sum": torch.add,
+        "mean": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+        "product": torch.mul,
+    }[op]
 
 
 def _is_reducible(dtype: torch.dtype) -> bool:

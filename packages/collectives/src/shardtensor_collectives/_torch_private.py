@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -10,7 +13,11 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["functional_collectives", "is_traced", "resolved"]
+__all__ = ["all_gather_single", "functional_collectives", "is_traced", "reduce_scatter_single", "resolved"]
+
+# Public, but renamed: the old names warn on torch 2.13.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 _TRACING_MODES = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)

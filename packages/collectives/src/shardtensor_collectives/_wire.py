@@ -128,26 +128,46 @@ def join_group(tensor: Tensor, group: dist.ProcessGroup) -> None:
     _joined.add(group)
 
 
+def post_pieces(
+    pieces: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup, rank: int
+) -> tuple[list[Any], object]:
+    """Start to send piece *i* to rank *i*, and to receive into flat target *i*, point to point.
+
+    The own piece is left alone. Each message leaves as soon as it is packed.
+
+    Returns
+    -------
+    list of Work
+        To be waited for.
+    object
+        To be kept until then.
+    """
+    works = [
+        dist.irecv(as_wire(target), group=group, group_src=peer)
+        for peer, target in enumerate(targets)
+        if peer != rank and target.numel()
+    ]
+    n_ranks = len(pieces)
+    buffers = []
+    for step in range(1, n_ranks):  # everybody starts with another receiver
+        peer = (rank + step) % n_ranks
+        if pieces[peer].numel():
+            buffers.append(flattened(pieces[peer]))
+            works.append(dist.isend(as_wire(buffers[-1]), group=group, group_dst=peer))
+    return works, buffers
+
+
 def post_all_to_all(
-    output: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup, rank: int
+    output: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> list[Any]:
     """Start an all-to-all between flat buffers; `receive` and `send` count elements per rank."""
-    if not is_gloo_like(source):
-        factor = 1 if source.dtype in _NATIVE else source.element_size()
-        work = dist.all_to_all_single(
-            as_wire(output),
-            as_wire(source),
-            [factor * n for n in receive],
-            [factor * n for n in send],
-            group=group,
-            async_op=True,
-        )
-        return [work]
-    targets, pieces = splits(output, receive), splits(source, send)
-    works = post_messages(
-        [(peer, piece) for peer, piece in enumerate(pieces) if peer != rank],
-        [(peer, target) for peer, target in enumerate(targets) if peer != rank],
-        group,
+    factor = 1 if source.dtype in _NATIVE else source.element_size()
+    work = dist.all_to_all_single(
+        as_wire(output),
+        as_wire(source),
+        [factor * n for n in receive],
+        [factor * n for n in send],
+        group=group,
+        async_op=True,
     )
-    targets[rank].copy_(pieces[rank])  # while the others travel
-    return works
+    return [work]
