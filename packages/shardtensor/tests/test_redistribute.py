@@ -52,7 +52,11 @@ def test_every_pair_of_layouts() -> None:
 def test_every_pair_of_layouts_on_a_two_dimensional_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = _whole((5, 4))
-    layouts = [*layouts_of(x.shape, mesh), Layout((Replicate(), Replicate())), Layout((Shard(0), Shard(0)), {0: (1, 0, 3, 1)})]
+    layouts = [
+        *layouts_of(x.shape, mesh),
+        Layout((Replicate(), Replicate())),
+        Layout((Shard(0), Shard(0)), {0: (1, 0, 3, 1)}),
+    ]
     for before, after in itertools.product(layouts, layouts):
         t = shard(x, mesh, before)
         with comm_trace() as trace:
@@ -71,7 +75,11 @@ def test_pending_reductions_end_in_every_layout(reduce_op: str) -> None:
     mesh = init_device_mesh("cpu", (n_ranks,), mesh_dim_names=("domain",))
     parts = torch.stack([_whole((5, 2)) * (r + 1) - 3 * r for r in range(n_ranks)])
     want = {
-        "sum": parts.sum(0), "avg": parts.mean(0), "min": parts.amin(0), "max": parts.amax(0), "product": parts.prod(0)
+        "sum": parts.sum(0),
+        "avg": parts.mean(0),
+        "min": parts.amin(0),
+        "max": parts.amax(0),
+        "product": parts.prod(0),
     }[reduce_op]
     for layout in [*layouts_of((5, 2), mesh), Layout((Replicate(),))]:
         t = ShardTensor.from_local(parts[rank].clone(), mesh, [Partial(reduce_op)])
@@ -91,7 +99,9 @@ def test_a_pending_axis_beside_a_moving_one() -> None:
         target = make_spec(mesh, contiguous_meta((5, 4), x.dtype), {1: DimSplit((1,), second)}, {0: "sum"})
         moved = wrap(transition(local, source, target), target)
         assert torch.equal(moved.full_tensor(), 3 * x)
-        both = make_spec(mesh, contiguous_meta((5, 4), x.dtype), {1: DimSplit((1,), second), 0: DimSplit((0,), splits(5, 2)[1])})
+        both = make_spec(
+            mesh, contiguous_meta((5, 4), x.dtype), {1: DimSplit((1,), second), 0: DimSplit((0,), splits(5, 2)[1])}
+        )
         assert torch.equal(wrap(transition(local, source, both), both).full_tensor(), 3 * x)
 
 

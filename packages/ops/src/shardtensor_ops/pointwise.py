@@ -11,7 +11,7 @@ from shardtensor.extending import Call, Linearity, Plan, axis_plan, register_rul
 from ._manifest import names_served_by
 from ._naming import broadcast_names
 
-EACH = frozenset({"mul", "div", "neg", "positive", "true_divide", "real", "imag", "view_as_real", "view_as_complex"})
+EACH = frozenset({"mul", "neg", "positive"})
 """Linear in each operand alone: a product with one pending operand is pending."""
 
 JOINTLY = frozenset({"add", "sub", "subtract", "rsub"})

@@ -1,24 +1,49 @@
-"""Shapes that ranks tell each other when a ShardTensor is built from local tensors."""
+"""What ranks tell each other when a ShardTensor is built from local tensors."""
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardtensor_collectives import all_gather_objects, all_gather_v
-from shardtensor_spec import DimSplit, Grid, LayoutMismatchError, sharded_dims
+from shardtensor_spec import DimSplit, Grid, LayoutMismatchError, describe_placement, sharded_dims
 
 from ._groups import axis_name, whole_group
 
 _MAX_DIMS = 64
+_N_HEADER = 4
+N_BYTES_PER_RANK = 8 * (_N_HEADER + 2 * _MAX_DIMS)
+"""What each rank contributes to the all-gather of `infer_grid`."""
+
+
+class Inferred(NamedTuple):
+    """What all ranks know after `infer_grid`.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Global shape.
+    grid : Grid
+        Split of every sharded dim.
+    order : tuple of int
+        Dims from the largest stride to the smallest, on every rank that has an element; the contiguous order if they
+        differ.
+    """
+
+    shape: tuple[int, ...]
+    grid: Grid
+    order: tuple[int, ...]
 
 
 def infer_grid(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], Grid]:
+    local: Any, mesh: DeviceMesh, placements: Sequence[Placement], fault: Exception | None = None
+) -> Inferred:
     """Learn the global shape and the split of every dim from the local shapes of all ranks.
 
     Parameters
@@ -29,37 +54,122 @@ def infer_grid(
         The mesh.
     placements : Sequence of Placement, (n_axes,)
         How the shards make up the tensor.
+    fault : Exception, optional
+        Why this rank cannot go on. It takes part nevertheless, so that nobody waits for it.
 
     Returns
     -------
-    tuple
-        Global shape, and the split of every sharded dim.
+    Inferred
+        Equal on all ranks.
 
     Raises
     ------
     LayoutMismatchError
         On all ranks alike, if the shards do not fit together: other numbers of dims, other extents along dims that
-        are not sharded, a ragged grid, or other dtypes.
+        are not sharded, a ragged grid, other dtypes, placements or meshes, or a fault on some rank.
 
     Notes
     -----
-    Communication: one all-gather over the mesh of 66 numbers per rank (528 bytes), whatever the number of dims, so that
-    ranks that disagree about it do not hang.
+    Communication: one all-gather over the mesh of 132 numbers per rank (`N_BYTES_PER_RANK`), whatever the number of
+    dims, so that ranks that disagree about it do not hang. Only before an error a second one, of texts.
     """
-    mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
-    mine[0] = local.ndim
-    mine[1] = _dtype_code(local.dtype)
-    mine[2 : 2 + local.ndim] = torch.tensor(tuple(local.shape), dtype=torch.int64)
-    mine = mine.to(local.device)
-    if mesh.size() > 1:
-        rows = all_gather_v(mine.unsqueeze(0), (1,) * mesh.size(), 0, whole_group(mesh), axis=axis_name(mesh)).tolist()
-    else:
-        rows = [mine.tolist()]
+    described = describe(local, mesh, placements)
+    rows = _gather_records(_record(local, mesh, placements, fault), mesh)
+    if any(row[:_N_HEADER] != rows[0][:_N_HEADER] or row[0] for row in rows):
+        require_same(described, mesh, fault)
+        raise AssertionError("the numbers differ, but the texts do not")  # pragma: no cover
+    n_dims = local.ndim
+    first_order, first_extent = _N_HEADER, _N_HEADER + _MAX_DIMS
+    shapes = [tuple(row[first_extent : first_extent + n_dims]) for row in rows]
+    orders = {tuple(row[first_order : first_order + n_dims]) for row in rows}
+    shape, grid = _fit(shapes, [int(rank) for rank in mesh.mesh.flatten()], mesh, placements)
+    told = {order for order in orders if -1 not in order}
+    return Inferred(shape, grid, told.pop() if len(told) == 1 else tuple(range(n_dims)))
+
+
+def stride_order(local: torch.Tensor) -> tuple[int, ...] | None:
+    """Dims from the largest stride to the smallest; None for a tensor without elements, whose strides mean nothing."""
+    if local.numel() == 0:
+        return None
+    if local.is_contiguous():
+        return tuple(range(local.ndim))
+    strides = local.stride()
+    return tuple(sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim)))
+
+
+def describe(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
+    """One line about a rank's shard for messages and comparisons of what must be equal everywhere."""
+    what = f"{tuple(local.shape)} {local.dtype}" if isinstance(local, torch.Tensor) else type(local).__name__
+    names = "x".join(map(str, mesh.shape))
+    return f"{what}  {'; '.join(map(describe_placement, placements))} on a mesh of {names} ranks"
+
+
+def require_same(text: str, mesh: DeviceMesh, fault: Exception | None = None) -> None:
+    """Check that all ranks of the mesh say the same, and that none has a fault.
+
+    Raises
+    ------
+    LayoutMismatchError
+        On all ranks, with what the first that differs from the most says and what these say. A rank with a fault
+        raises that.
+
+    Notes
+    -----
+    Communication: one all-gather of a short text.
+    """
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    shapes = [tuple(int(extent) for extent in row[2 : 2 + int(row[0])]) for row in rows]
-    _require_equal("number of dims", [str(len(shape)) for shape in shapes], ranks, shapes)
-    _require_equal("dtype", [str(int(row[1])) for row in rows], ranks, shapes)
-    return _fit(shapes, ranks, mesh, placements)
+    told = all_gather_objects((text, None if fault is None else _summary(fault)), whole_group(mesh))
+    faulty = [(rank, reason) for rank, (_, reason) in zip(ranks, told, strict=True) if reason is not None]
+    if fault is not None:
+        raise fault
+    if faulty:
+        raise LayoutMismatchError(
+            f"rank {faulty[0][0]} cannot make its part of the tensor: {faulty[0][1]}",
+            where="ShardTensor.from_local",
+            inputs=[f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, told, strict=True)],
+            advice="call from_local with arguments that fit together on every rank",
+        )
+    texts = [said for said, _ in told]
+    common = Counter(texts).most_common(1)[0][0]
+    for rank, said in zip(ranks, texts, strict=True):
+        if said != common:
+            first = ranks[texts.index(common)]
+            raise LayoutMismatchError(
+                f"rank {rank} disagrees with rank {first} about the tensor",
+                where="ShardTensor.from_local",
+                inputs=[f"rank {first}: {common}", f"rank {rank}: {said}"],
+                advice="call from_local with the same placements, sizes, dtype and number of dims on every rank",
+            )
+
+
+def _summary(fault: Exception) -> str:
+    return getattr(fault, "what", None) or str(fault)
+
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+
+
+def _record(local: Any, mesh: DeviceMesh, placements: Sequence[Placement], fault: Exception | None) -> torch.Tensor:
+    """Put in a fixed number of integers what the ranks must know of each other: a header that must be equal, and the shard."""
+    numbers = torch.full((_N_HEADER + 2 * _MAX_DIMS,), -1, dtype=torch.int64)
+    layout = f"{mesh.mesh.tolist()} {'; '.join(map(describe_placement, placements))}"
+    numbers[0] = fault is not None
+    numbers[3] = zlib.crc32(layout.encode())
+    if isinstance(local, torch.Tensor):
+        numbers[1], numbers[2] = local.ndim, _DTYPES.index(local.dtype)
+        order = stride_order(local)
+        if order is not None:
+            numbers[_N_HEADER : _N_HEADER + local.ndim] = torch.tensor(order, dtype=torch.int64)
+        first_extent = _N_HEADER + _MAX_DIMS
+        numbers[first_extent : first_extent + local.ndim] = torch.tensor(tuple(local.shape), dtype=torch.int64)
+    return numbers.to(mesh.device_type)
+
+
+def _gather_records(mine: torch.Tensor, mesh: DeviceMesh) -> list[list[int]]:
+    if mesh.size() == 1:
+        return [mine.tolist()]
+    rows = all_gather_v(mine.unsqueeze(0), (1,) * mesh.size(), 0, whole_group(mesh), axis=axis_name(mesh)).tolist()
+    return [[int(number) for number in row] for row in rows]
 
 
 def _fit(
@@ -87,8 +197,9 @@ def _fit(
             if extent != shape[dim]:
                 first_shape = shapes[ranks.index(first_rank)]
                 raise LayoutMismatchError(
-                    f"the local tensors of rank {first_rank} {first_shape} and rank {rank} {shape} do not fit together: "
-                    f"dim {dim} must be equal on both",
+                    f"the local tensors of rank {first_rank} {first_shape} and rank {rank} {shape} do not fit "
+                    f"together: dim {dim} must be equal on both",
+                    where="ShardTensor.from_local",
                     advice="shard the dim that differs, or give every rank the same extent there",
                 )
         if axes:
@@ -96,42 +207,3 @@ def _fit(
             grid[dim] = DimSplit(axes, sizes)
             global_shape[dim] = sum(sizes)
     return tuple(global_shape), grid
-
-
-def check_same(description: str, mesh: DeviceMesh) -> None:
-    """Check that all ranks of the mesh describe their tensor alike.
-
-    Raises
-    ------
-    LayoutMismatchError
-        On all ranks, naming the first that differs.
-
-    Notes
-    -----
-    Communication: one all-gather of a short text.
-    """
-    texts = all_gather_objects(description, whole_group(mesh))
-    for position, text in enumerate(texts):
-        if text != texts[0]:
-            ranks = mesh.mesh.flatten()
-            raise LayoutMismatchError(
-                f"rank {int(ranks[position])} disagrees with rank {int(ranks[0])}",
-                inputs=[f"rank {int(ranks[0])}: {texts[0]}", f"rank {int(ranks[position])}: {text}"],
-                advice="call from_local with the same placements, sizes and dtype on every rank",
-            )
-
-
-def _require_equal(what: str, values: list[str], ranks: list[int], shapes: list[tuple[int, ...]]) -> None:
-    for rank, value, shape in zip(ranks, values, shapes, strict=True):
-        if value != values[0]:
-            raise LayoutMismatchError(
-                f"the {what} of the local tensors differs: rank {ranks[0]} has {shapes[0]}, rank {rank} has {shape}",
-                advice="give every rank a local tensor of the same dtype and number of dims",
-            )
-
-
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-
-
-def _dtype_code(dtype: torch.dtype) -> int:
-    return _DTYPES.index(dtype)

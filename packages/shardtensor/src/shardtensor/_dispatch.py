@@ -11,7 +11,7 @@ the local tensors and wrap the result: this path must stay below DTensor's own c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from . import _tensor
 from ._debug import check_agreement, debug_enabled
 from ._fallback_mode import report_gather
 from ._layout import meta_of, replicated_spec, without_partial
-from ._lost_alias import check_may_write, remember_copied_view
+from ._lost_alias import any_copied_views, check_may_write, on_first_copied_view, remember_copied_view
 from ._plan import Call, Plan
 from ._promotion import check_may_promote, promote
 from ._random import seeded_by_shard
@@ -130,17 +130,16 @@ def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict
         and isinstance(plan.result, ShardTensorSpec)
         and torch.Tag.nondeterministic_seeded not in op.tags
         and all(type(t) is ShardTensor and t._spec is target for t, target in zip(operands, plan.targets, strict=True))
-        and (not writes or (writes == (0,) and not returns_new(op)))
+        and (not writes or (writes == (0,) and not _returns_new(op) and not any_copied_views()))
         and not any(isinstance(value, (list, tuple)) and _operands(value) for value in (*args, *kwargs.values()))
     )
-    if is_direct and not writes:
-        assert isinstance(plan.result, ShardTensorSpec)
-        _direct[key] = (plan.local or op, plan.result)
+    if is_direct:
+        _direct[key] = (plan.local or op, None if writes else cast(ShardTensorSpec, plan.result))
     else:
         _plans[key] = plan
 
 
-def returns_new(op: Any) -> bool:
+def _returns_new(op: Any) -> bool:
     """Whether the operator returns something else than the operand that it writes to."""
     return not (len(op._schema.returns) == 1 and op._schema.returns[0].alias_info is not None)
 
@@ -188,7 +187,7 @@ def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _wrap_results(plan: Plan, op: Any, outcome: Any, written: list[Any], operands: list[Any], mesh: Any) -> Any:
-    if written and not returns_new(op):
+    if written and not _returns_new(op):
         return written[0]
     if isinstance(outcome, (list, tuple)):
         layouts = plan.result if isinstance(plan.result, tuple) else (None,) * len(outcome)
@@ -350,5 +349,6 @@ def forget_plans() -> None:
 
 on_new_world(forget_plans)
 on_registration(forget_plans)
+on_first_copied_view(forget_plans)
 
 ShardTensor = _tensor.ShardTensor

@@ -60,7 +60,9 @@ def report_gather(operator: str, operands: tuple[ShardTensorSpec, ...]) -> None:
     if _mode == "silent" or not gathered:
         return
     n_bytes = sum(_n_bytes(spec) for spec in gathered)
-    what = f"{operator} has no rule for this layout, so its operands are gathered whole on every rank ({n_bytes:,} bytes)"
+    what = (
+        f"{operator} has no rule for this layout, so its operands are gathered whole on every rank ({n_bytes:,} bytes)"
+    )
     advice = (
         "shard another dim, register a handler (ShardTensor.register_dispatch_handler), or allow it with "
         "ShardTensor.set_fallback_mode('silent')"
@@ -72,7 +74,9 @@ def report_gather(operator: str, operands: tuple[ShardTensorSpec, ...]) -> None:
     is_first_rank = not any(operands[0].coordinate or ())
     if operator not in _warned and is_first_rank:  # every rank gathers alike, so one of them says it
         _warned.add(operator)
-        logger.warning("%s\n  input   %s\n  try     %s", what, "\n  input   ".join(s.describe() for s in operands), advice)
+        logger.warning(
+            "%s\n  input   %s\n  try     %s", what, "\n  input   ".join(s.describe() for s in operands), advice
+        )
 
 
 def _n_bytes(spec: ShardTensorSpec) -> int:

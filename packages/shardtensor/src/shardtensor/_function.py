@@ -16,7 +16,7 @@ from shardtensor_spec import on_new_world
 
 from . import _tensor
 from ._promotion import promote, promote_all
-from ._registry import Handler, find_function_handler, on_registration
+from ._registry import Handler, find_function_handler, on_registration, takes_plain_operands
 from ._torch_private import below_has_torch_function, run_below_torch_function
 
 # These act on the tensors as objects: a promoted copy would receive the hook or the gradient in place of the original.
@@ -62,7 +62,7 @@ def torch_function(func: Callable[..., Any], types: Any, args: tuple[Any, ...], 
 def _find(func: Callable[..., Any]) -> Handler | None:
     handler = find_function_handler(func)
     if handler is not None:
-        return _with_promotion(handler)
+        return handler if takes_plain_operands(func) else _with_promotion(handler)
     below = below_has_torch_function(func)
     if func in _ON_OBJECTS:
         return _as_it_is(below)

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from shardtensor_spec import UnsupportedShardingError
+
+_first_copy_callbacks: list[Callable[[], None]] = []
+_any_copied = False
+
+
+def on_first_copied_view(forget: Callable[[], None]) -> None:
+    """Register what to call when a view is copied for the first time: from then on writes are checked."""
+    _first_copy_callbacks.append(forget)
+
+
+def any_copied_views() -> bool:
+    """Whether a view was ever copied in this process."""
+    return _any_copied
+
 
 def _root(tensor: Any) -> Any:
     return tensor._base if tensor._is_view() else tensor
@@ -13,6 +28,11 @@ def _root(tensor: Any) -> Any:
 
 def remember_copied_view(base: Any, view: Any) -> None:
     """Note that ``view`` holds a copy of rows of ``base``, not the rows themselves."""
+    global _any_copied
+    if not _any_copied:
+        _any_copied = True
+        for forget in _first_copy_callbacks:
+            forget()
     root = _root(base)
     root.__dict__.setdefault("_copied_views", []).append(weakref.ref(view))
 

@@ -77,8 +77,7 @@ class Call:
         Exception
             What torch raises for these shapes, on every rank alike.
         """
-        with outside_modes():
-            return self.op(*_to_meta(self.args), **_without_device(_to_meta(dict(self.kwargs))))
+        return run_on_meta(self.op, *self.args, **_without_device(dict(self.kwargs)))
 
     @functools.cached_property
     def global_metas(self) -> tuple[TensorMeta | None, ...]:
@@ -146,6 +145,18 @@ def iterate_specs(values: Sequence[Any]) -> list[ShardTensorSpec]:
         elif isinstance(value, (list, tuple)):
             found.extend(iterate_specs(value))
     return found
+
+
+def run_on_meta(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with a meta tensor of global shape in place of every `ShardTensorSpec`.
+
+    Raises
+    ------
+    Exception
+        What torch raises for these shapes, on every rank alike.
+    """
+    with outside_modes():
+        return function(*_to_meta(args), **_to_meta(kwargs))
 
 
 def _to_meta(value: Any) -> Any:

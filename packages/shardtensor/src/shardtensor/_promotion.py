@@ -162,4 +162,3 @@ def promote_all(value: Any, mesh: DeviceMesh) -> Any:
     if isinstance(value, dict):
         return {key: promote_all(item, mesh) for key, item in value.items()}
     return value
-

@@ -33,6 +33,7 @@ _rules: dict[str, Rule] = {}
 _dispatch_handlers: dict[torch._ops.OpOverload, Handler] = {}
 _function_handlers: dict[Callable[..., Any], Handler] = {}
 _named_function_handlers: dict[str, Handler] = {}
+_takes_plain: set[Callable[..., Any]] = set()
 _change_callbacks: list[Callable[[], None]] = []
 
 
@@ -75,10 +76,27 @@ def register_dispatch_handler(op: torch._ops.OpOverload, handler: Handler) -> No
     _changed()
 
 
-def register_function_handler(function: Callable[..., Any], handler: Handler) -> None:
-    """Serve a Python-level function above autograd by ``handler(func, types, args, kwargs)``."""
+def register_function_handler(function: Callable[..., Any], handler: Handler, *, promote: bool = True) -> None:
+    """Serve a Python-level function above autograd by ``handler(func, types, args, kwargs)``.
+
+    Parameters
+    ----------
+    function : callable
+        For example ``torch.dot``; its aliases are separate.
+    handler : callable
+        What serves it.
+    promote : bool
+        Whether plain tensors and DTensors are promoted before. A handler that does without receives them as they
+        are and gives plain operands that need a gradient a plain, complete one.
+    """
     _function_handlers[function] = handler
+    (_takes_plain.discard if promote else _takes_plain.add)(function)
     _changed()
+
+
+def takes_plain_operands(function: Callable[..., Any]) -> bool:
+    """Whether the handler of a function wants plain tensors and DTensors as they are."""
+    return function in _takes_plain
 
 
 def register_named_function_handler(name: str, handler: Handler) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.distributed.tensor import Replicate
 
 from shardtensor_spec import ShardTensorSpec
 
 from ._axis_rule import axis_plan
+from ._layout import without_partial
 from ._plan import Call, Plan
 from ._registry import register_dispatch_handler, register_rule
 
@@ -63,6 +67,31 @@ def plan_like(call: Call) -> Plan | None:
         return plan
     # Only the shape is read, so there is no reason to reduce first.
     return Plan((spec,), plan.result, plan.local, plan.replaced)
+
+
+@register_rule("aten.new_empty", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty_strided")
+def plan_new(call: Call) -> Plan | None:
+    """A new tensor on the device of another one: laid out like it if it has its shape, else replicated."""
+    (spec,) = call.specs
+    (meta,) = call.global_metas
+    assert meta is not None and spec.tensor_meta is not None
+    if tuple(meta.shape) != tuple(spec.tensor_meta.shape):
+        return Plan((spec,), ShardTensorSpec.of(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta, {}))
+    result = without_partial(spec).with_meta(meta)
+    replaced: dict[str, object] = {"size": list(result.local_shape)}
+    if call.argument("stride") is not None:
+        replaced["stride"] = _dense_stride(result.local_shape, meta.stride)
+    return Plan((spec,), result, replaced=replaced)
+
+
+def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> list[int]:
+    """Strides of a dense tensor whose dims lie in memory in the order of other strides."""
+    stride = [1] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return stride
 
 
 @register_rule("aten.copy_")

@@ -275,6 +275,23 @@ class ShardTensor(torch.Tensor):
         """One placement per mesh axis."""
         return self._spec.placements
 
+    # Served from the layout: through ``__torch_function__`` each of these costs 1.5 µs, and models read them all the time.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec._meta.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Data type."""
+        return self._spec._meta.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of this rank's shard."""
+        return self._local_tensor.device
+
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """First row of this rank's shard, for each mesh axis or for one. See `ShardTensorSpec.offsets`."""
         return self._spec.offsets(mesh_dim)
@@ -445,9 +462,7 @@ class ShardTensor(torch.Tensor):
         set_fallback_mode(mode)
 
 
-def _rebuild(
-    cls: type[ShardTensor], local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool
-) -> ShardTensor:
+def _rebuild(cls: type[ShardTensor], local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
     return cls(local, spec, requires_grad=requires_grad)
 
 

@@ -13,7 +13,8 @@ from ._convert import FromLocal, Redistribute, ToLocal, wrap
 from ._dispatch import dispatch
 from ._groups import axis_group, axis_name, whole_group
 from ._layout import contiguous_meta, make_spec, meta_of, placements_of, replicated_spec, without_partial
-from ._plan import Call, Plan, PlanKind, Result, Rule
+from ._plan import Call, Plan, PlanKind, Result, Rule, run_on_meta
+from ._promotion import promote
 from ._registry import register_dispatch_handler, register_function_handler, register_rule
 from ._torch_private import TensorMeta
 from ._transition import transition
@@ -38,10 +39,12 @@ __all__ = [
     "make_spec",
     "meta_of",
     "placements_of",
+    "promote",
     "register_dispatch_handler",
     "register_function_handler",
     "register_rule",
     "replicated_spec",
+    "run_on_meta",
     "transition",
     "whole_group",
     "without_partial",

@@ -78,7 +78,10 @@ def layouts_of(shape: Sequence[int], mesh: DeviceMesh, dims: Sequence[int] | Non
         for second in dims:
             sizes: dict[int, Sequence[int]] = {}
             if first != second:
-                sizes = {first: splits(shape[first], mesh.shape[0])[-1], second: splits(shape[second], mesh.shape[1])[1 % len(splits(shape[second], mesh.shape[1]))]}
+                sizes = {
+                    first: splits(shape[first], mesh.shape[0])[-1],
+                    second: splits(shape[second], mesh.shape[1])[1 % len(splits(shape[second], mesh.shape[1]))],
+                }
             layouts.append(Layout((Shard(first), Shard(second)), sizes))
         layouts.append(Layout((Replicate(), Shard(first)), {first: splits(shape[first], mesh.shape[1])[-1]}))
         layouts.append(Layout((Shard(first), Replicate()), {first: splits(shape[first], mesh.shape[0])[-1]}))
@@ -174,7 +177,12 @@ class _Arguments:
     """Fresh copies of the arguments, sharded by the layouts, with every floating-point tensor a leaf."""
 
     def __init__(
-        self, args: Any, kwargs: dict[str, Any], layouts: Sequence[Layout | None] | None, mesh: DeviceMesh, gradient: bool
+        self,
+        args: Any,
+        kwargs: dict[str, Any],
+        layouts: Sequence[Layout | None] | None,
+        mesh: DeviceMesh,
+        gradient: bool,
     ) -> None:
         self.leaves: list[torch.Tensor] = []
         self._layouts = None if layouts is None else iter(layouts)
@@ -264,4 +272,6 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: f
     finite = want[torch.isfinite(want)].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
     worst = float(difference.max()) if difference.numel() else 0.0
-    assert worst <= limit * scale, f"{what} differs by {worst:.3g} (limit {limit * scale:.3g}):\n{got}\ninstead of\n{want}"
+    assert worst <= limit * scale, (
+        f"{what} differs by {worst:.3g} (limit {limit * scale:.3g}):\n{got}\ninstead of\n{want}"
+    )
