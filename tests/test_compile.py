@@ -29,7 +29,9 @@ def _cnn() -> nn.Module:
     )
 
 
-def _step(model: Callable[[ShardTensor], ShardTensor], parameters: list[nn.Parameter], x: ShardTensor) -> list[torch.Tensor]:
+def _step(
+    model: Callable[[ShardTensor], ShardTensor], parameters: list[nn.Parameter], x: ShardTensor
+) -> list[torch.Tensor]:
     for parameter in parameters:
         parameter.grad = None
     x = x.detach().requires_grad_()

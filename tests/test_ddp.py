@@ -38,7 +38,9 @@ def _reference(samples: torch.Tensor, n_steps: int) -> tuple[list[float], list[t
 
 
 @pytest.mark.ranks(4, timeout=60)
-@pytest.mark.parametrize(("ddp", "domain", "rows"), [(2, 2, (1, 6)), (2, 2, (7, 0)), (1, 4, (1, 3, 1, 2)), (4, 1, (7,))])
+@pytest.mark.parametrize(
+    ("ddp", "domain", "rows"), [(2, 2, (1, 6)), (2, 2, (7, 0)), (1, 4, (1, 3, 1, 2)), (4, 1, (7,))]
+)
 def test_ddp_times_domain_is_the_single_process(ddp: int, domain: int, rows: tuple[int, ...]) -> None:
     mesh = init_domain_mesh(ddp=ddp, domain=domain, device_type="cpu")
     data_mesh, domain_mesh = mesh["ddp"], mesh["domain"]
@@ -53,9 +55,7 @@ def test_ddp_times_domain_is_the_single_process(ddp: int, domain: int, rows: tup
     samples = _samples(ddp)
     mine = samples[data_mesh.get_local_rank()].unsqueeze(0)
     source = int(domain_mesh.mesh[0])
-    x = scatter_tensor(
-        mine if dist.get_rank() == source else None, source, domain_mesh, (Shard(2),), sizes={2: rows}
-    )
+    x = scatter_tensor(mine if dist.get_rank() == source else None, source, domain_mesh, (Shard(2),), sizes={2: rows})
     want_losses, want_weights = _reference(samples, n_steps=4)
     for want in want_losses:
         optimizer.zero_grad()

@@ -16,7 +16,13 @@ MEMBERS = [
     "shardtensor_parallel_utils",
     "shardtensor_spec",
 ]
-MODULES = ["domain_parallel", *MEMBERS, "shardtensor.testing", "shardtensor_collectives.testing"]
+MODULES = [
+    "domain_parallel",
+    *MEMBERS,
+    "shardtensor.extending",
+    "shardtensor.testing",
+    "shardtensor_collectives.testing",
+]
 
 
 def documented_names(module: str) -> list[str]:
