@@ -88,6 +88,8 @@ def axis_plan(
     """
     specs = call.specs
     assert len(specs) == len(operands), (call.op, len(specs), operands)
+    # First of all, so that shapes that do not fit are refused in torch's own words.
+    metas = call.global_metas if metas is None else metas
     whole = set(whole)
     result_names = {name for names in results if names is not None for name in names}
     if reduce_op is None:
@@ -98,7 +100,6 @@ def axis_plan(
         _target(spec, names, by_name, partial_operands[index])
         for index, (spec, names) in enumerate(zip(specs, operands, strict=True))
     )
-    metas = call.global_metas if metas is None else metas
     contracted = {
         axis: reduce_op
         for name, chosen in by_name.items()

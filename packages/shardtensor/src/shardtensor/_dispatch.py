@@ -179,11 +179,16 @@ def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 index = by_id[id(operand)]
                 _write_home(operand, locals_[index], plan.targets[index], mesh)
         results = _wrap_results(plan, op, outcome, written, operands, mesh)
-    if plan.kind == "gather" and not written and returns_alias(op):
+    if not written and returns_alias(op) and not _takes_as_it_is(plan, operands[0]):
         for view in results if isinstance(results, (list, tuple)) else [results]:
             if isinstance(view, ShardTensor) and isinstance(operands[0], ShardTensor):
                 remember_copied_view(operands[0], view)
     return results
+
+
+def _takes_as_it_is(plan: Plan, operand: Any) -> bool:
+    """Whether what a view operator returns can share memory with its operand: no rows were moved."""
+    return plan.kind == "native" and isinstance(operand, ShardTensor) and operand._spec is plan.targets[0]
 
 
 def _wrap_results(plan: Plan, op: Any, outcome: Any, written: list[Any], operands: list[Any], mesh: Any) -> Any:

@@ -34,7 +34,8 @@ def remember_copied_view(base: Any, view: Any) -> None:
         for forget in _first_copy_callbacks:
             forget()
     root = _root(base)
-    root.__dict__.setdefault("_copied_views", []).append(weakref.ref(view))
+    alive = [reference for reference in root.__dict__.get("_copied_views", ()) if reference() is not None]
+    root.__dict__["_copied_views"] = [*alive, weakref.ref(view)]
 
 
 def check_may_write(tensor: Any, operator: str) -> None:
