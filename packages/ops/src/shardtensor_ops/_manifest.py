@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 _FAMILIES = {
+    "shardtensor_ops.conv": """
+        torch.nn.functional.conv1d torch.nn.functional.conv2d torch.nn.functional.conv3d
+        torch.nn.functional.conv_transpose1d torch.nn.functional.conv_transpose2d torch.nn.functional.conv_transpose3d
+        torch.convolution
+    """,
+    "shardtensor_ops.loss": """
+        aten.mse_loss aten.mse_loss_backward aten.smooth_l1_loss aten.smooth_l1_loss_backward aten.huber_loss
+        aten.huber_loss_backward aten.soft_margin_loss aten.soft_margin_loss_backward aten.binary_cross_entropy
+        aten.binary_cross_entropy_backward aten.binary_cross_entropy_with_logits aten.multi_margin_loss
+        aten.multi_margin_loss_backward aten.multilabel_margin_loss_forward aten.multilabel_margin_loss_backward
+        aten.nll_loss_forward aten.nll_loss_backward aten.nll_loss2d_forward aten.nll_loss2d_backward
+    """,
+    "shardtensor_ops.linear": "torch.nn.functional.linear",
+    "shardtensor_ops.matmul": """
+        aten.mm aten.bmm aten.mv aten.dot aten.vdot aten.ger aten.addmm aten.baddbmm aten.addbmm aten.addmv aten.addr
+        aten.linear aten.matmul aten._trilinear torch.matmul torch.linalg.matmul torch.Tensor.matmul
+        torch.Tensor.__matmul__ torch.Tensor.__rmatmul__
+    """,
     "shardtensor_ops.pointwise": """
         tag:pointwise aten.where aten.prelu aten._prelu_kernel aten._prelu_kernel_backward aten.gelu_backward
         aten.silu_backward aten.threshold_backward aten.leaky_relu_backward aten.elu_backward aten.hardtanh_backward
@@ -12,6 +30,19 @@ _FAMILIES = {
         aten.fill aten.fill_ aten.zero_ aten.isfinite aten.isnan aten.isinf aten.nan_to_num aten.clamp aten.clamp_
         aten.lerp aten.lerp_ aten.addcmul aten.addcmul_ aten.addcdiv aten.addcdiv_ aten.bernoulli
         aten.native_dropout_backward
+    """,
+    "shardtensor_ops.reduce": """
+        torch.sum torch.Tensor.sum torch.mean torch.Tensor.mean torch.nansum torch.Tensor.nansum torch.nanmean
+        torch.Tensor.nanmean torch.prod torch.Tensor.prod torch.max torch.Tensor.max torch.min torch.Tensor.min
+        aten.sum aten.mean aten.nansum aten.prod aten.count_nonzero aten.any aten.all aten.amax aten.amin
+        aten.max.default aten.min.default aten.max.dim aten.min.dim aten.aminmax aten.argmax aten.argmin aten.var
+        aten.std aten.var_mean aten.std_mean aten.linalg_vector_norm aten.norm aten.logsumexp aten.median.dim
+        aten.nanmedian.dim aten.mode aten.kthvalue
+    """,
+    "shardtensor_ops.view": """
+        aten.view aten._unsafe_view aten._reshape_alias aten.view_copy aten._reshape_copy aten.permute
+        aten.permute_copy aten.transpose aten.transpose_copy aten.t aten.t_copy aten.numpy_T aten.unsqueeze
+        aten.unsqueeze_copy aten.squeeze aten.squeeze_copy aten.expand aten.expand_copy
     """,
 }
 

@@ -1,0 +1,323 @@
+"""Products of two tensors, told by the names of their dims: the common ground of linear, matmul and einsum.
+
+A contraction with its two derivatives is closed: the gradient of ``b k, n k -> b n`` by its first operand is ``b n, n k -> b k``,
+by its second ``b n, b k -> n k``, and so on to any order. So one `torch.autograd.Function` serves them all; its
+layouts follow from `axis_plan`, and a gradient of a plain operand is completed in place, biases together with weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial
+
+from shardtensor import LayoutMismatchError, ShardTensor, ShardTensorSpec
+from shardtensor.extending import (
+    Call,
+    TensorMeta,
+    axis_plan,
+    contiguous_meta,
+    make_spec,
+    meta_of,
+    replicated_spec,
+    run_on_meta,
+    transition,
+    without_partial,
+    wrap,
+)
+from shardtensor_collectives import operator_range
+from shardtensor_spec import on_new_world
+
+from ._kernels import Kernel, Names, kernel_of
+
+N_CACHED_STEPS = 4096
+
+
+class Contraction:
+    """Two operands, and the names of their dims and of the result's; None marks a dim of one row that is broadcast.
+
+    Built by `contraction_of`, so equal ones are one object. Every name of an operand is in the other one or in the result.
+
+    Attributes
+    ----------
+    first, second, result : tuple of names
+        For example ``("m", "k")``, ``("k", "n")``, ``("m", "n")``.
+    kernel : callable
+        Computes it on plain tensors: ``kernel(first, second)``.
+    """
+
+    def __init__(self, first: Names, second: Names, result: Names, kernel: Kernel | None) -> None:
+        self.first, self.second, self.result = first, second, result
+        self.kernel = kernel_of(first, second, result) if kernel is None else kernel
+
+    @functools.cached_property
+    def for_first(self) -> Contraction:
+        """Gradient of the first operand, from the result's and the second operand."""
+        return contraction_of(self.result, self.second, self.first)
+
+    @functools.cached_property
+    def for_second(self) -> Contraction:
+        """Gradient of the second operand, from the result's and the first operand."""
+        return contraction_of(self.result, self.first, self.second)
+
+    def __repr__(self) -> str:
+        return f"Contraction({self.first}, {self.second} -> {self.result})"
+
+
+@functools.lru_cache(maxsize=1024)
+def contraction_of(first: Names, second: Names, result: Names, kernel: Kernel | None = None) -> Contraction:
+    """Return the contraction of these names, computed by a kernel if one is better than what the names suggest."""
+    return Contraction(first, second, result, kernel)
+
+
+class _Step(NamedTuple):
+    """What one rank does for one contraction of operands in given layouts."""
+
+    run: Callable[[Any, Any, Any], torch.Tensor]
+    result: ShardTensorSpec
+    moves: tuple[tuple[ShardTensorSpec, ShardTensorSpec] | None, ...] | None  # None: all operands stay as they are
+
+
+_steps: dict[Any, _Step] = {}
+_row_sums: dict[ShardTensorSpec, ShardTensorSpec] = {}
+
+
+def contract(contraction: Contraction, first: Any, second: Any, bias: Any = None) -> Any:
+    """Contract two tensors of which at least one is a ShardTensor, and add a bias to the last dim.
+
+    Parameters
+    ----------
+    contraction : Contraction
+        What to compute.
+    first, second : Tensor
+        The operands; a plain one is the same on all ranks, and its gradient is plain and complete.
+    bias : Tensor, (n,), optional
+        Added once, although the product may be pending.
+
+    Notes
+    -----
+    Communication: what brings the operands to layouts that correspond; none if only one of them is sharded, or
+    both along names that they share. In backward one all-reduce for the plain operands that need a gradient.
+    """
+    if torch.is_grad_enabled() and (
+        first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _Contract.apply(contraction, first, second, bias)
+    return contract_below_autograd(contraction, first, second, bias)
+
+
+def contract_below_autograd(contraction: Contraction, first: Any, second: Any, bias: Any = None) -> Any:
+    """Contract without recording for autograd. See `contract`."""
+    key = (
+        contraction,
+        first._spec if type(first) is ShardTensor else first.shape,
+        second._spec if type(second) is ShardTensor else second.shape,
+        None if bias is None else bias._spec if type(bias) is ShardTensor else bias.shape,
+    )
+    try:
+        step = _steps.get(key)
+    except TypeError:  # a symbolic size cannot be hashed, so the step is planned anew
+        step = _plan_step(contraction, first, second, bias)
+    if step is None:
+        step = _remember(key, _plan_step(contraction, first, second, bias))
+    local_first = first._local_tensor if type(first) is ShardTensor else first
+    local_second = second._local_tensor if type(second) is ShardTensor else second
+    local_bias = bias._local_tensor if type(bias) is ShardTensor else bias
+    if step.moves is not None:
+        with operator_range("linear" if bias is not None else "matmul"):
+            local_first, local_second, local_bias = (
+                local if move is None else transition(local, *move)
+                for local, move in zip((local_first, local_second, local_bias), step.moves, strict=True)
+            )
+    return wrap(step.run(local_first, local_second, local_bias), step.result)
+
+
+class _Contract(torch.autograd.Function):
+    """`contract` as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, contraction: Contraction, first: Any, second: Any, bias: Any) -> Any:
+        ctx.contraction = contraction
+        ctx.bias_is_plain = type(bias) is not ShardTensor
+        ctx.save_for_backward(first, second)
+        return contract_below_autograd(contraction, first, second, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        contraction = ctx.contraction
+        first, second = ctx.saved_tensors
+        _, first_needs, second_needs, bias_needs = ctx.needs_input_grad
+        if type(gradient) is not ShardTensor:
+            mesh = (first if type(first) is ShardTensor else second)._spec.mesh
+            gradient = wrap(gradient, replicated_spec(gradient, mesh))
+        is_recorded = torch.is_grad_enabled()
+        run = contract if is_recorded else contract_below_autograd
+        for_first = run(contraction.for_first, gradient, _conjugate(second)) if first_needs else None
+        for_second = run(contraction.for_second, gradient, _conjugate(first)) if second_needs else None
+        for_bias = None
+        if bias_needs:
+            rows = list(range(gradient.ndim - 1))
+            for_bias = gradient.sum(rows) if is_recorded and rows else _sum_rows(gradient)
+        plain = (type(first) is not ShardTensor, type(second) is not ShardTensor, ctx.bias_is_plain)
+        return None, *_completed((for_first, for_second, for_bias), plain, is_recorded)
+
+
+def _conjugate(tensor: Any) -> Any:
+    return tensor.conj() if tensor.is_complex() else tensor
+
+
+def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: bool) -> list[Any]:
+    """Make the gradients of plain operands plain and complete; two that are pending alike travel together."""
+    completed = list(gradients)
+    wanted = [index for index, gradient in enumerate(gradients) if gradient is not None and plain[index]]
+    if not wanted:
+        return completed
+    if is_recorded:
+        for index in wanted:
+            completed[index] = gradients[index].full_tensor()
+        return completed
+    with operator_range("linear backward"):
+        specs = [gradients[index]._spec for index in wanted]
+        if len(wanted) > 1 and all(
+            spec.placements == specs[0].placements and spec.has_partial and not spec.grid for spec in specs
+        ):
+            locals_ = [gradients[index]._local_tensor for index in wanted]
+            for index, whole in zip(wanted, _reduced_together(locals_, specs), strict=True):
+                completed[index] = whole
+            return completed
+        for index, spec in zip(wanted, specs, strict=True):
+            completed[index] = transition(gradients[index]._local_tensor, spec, spec.replicated())
+    return completed
+
+
+def _reduced_together(locals_: list[torch.Tensor], specs: list[ShardTensorSpec]) -> list[torch.Tensor]:
+    """Reduce contributions of one dtype, pending alike, as one vector: on a slow link a message costs more than its bytes."""
+    flat = torch.cat([local.reshape(-1) for local in locals_])
+    pending = {axis: p.reduce_op for axis, p in enumerate(specs[0].placements) if isinstance(p, Partial)}
+    spec = make_spec(specs[0].mesh, contiguous_meta(flat.shape, flat.dtype), {}, pending)
+    flat = transition(flat, spec, spec.replicated())
+    parts = flat.split([local.numel() for local in locals_])
+    return [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
+
+
+def _sum_rows(gradient: Any) -> Any:
+    """Sum a gradient over all dims but the last: that of a bias. No communication, the sum stays pending."""
+    spec = gradient._spec
+    result = _row_sums.get(spec)
+    if result is None:
+        names = tuple(range(spec.ndim))
+        meta = contiguous_meta((spec.tensor_meta.shape[-1],), spec.tensor_meta.dtype)
+        call = Call(torch.ops.aten.sum.dim_IntList, (spec,), {})
+        plan = axis_plan(call, [names], [names[-1:]], linear="each", metas=[meta])
+        assert plan is not None and isinstance(plan.result, ShardTensorSpec) and plan.targets == (spec,)
+        result = _row_sums[spec] = plan.result
+    local = gradient._local_tensor
+    # A dimension of a single row is dropped by a view, and no dimension at all means all of them to sum().
+    return wrap(local.sum(tuple(range(local.ndim - 1))) if local.ndim > 1 else local, result)
+
+
+def _plan_step(contraction: Contraction, first: Any, second: Any, bias: Any) -> _Step:
+    mesh = _common_mesh([first, second, bias])
+    specs = [
+        None if tensor is None else tensor._spec if type(tensor) is ShardTensor else replicated_spec(tensor, mesh)
+        for tensor in (first, second, bias)
+    ]
+    first_spec, second_spec, bias_spec = specs
+    assert first_spec is not None and second_spec is not None
+    with_bias = _with_bias(contraction.kernel)
+    # What torch says to shapes that do not fit, it says here.
+    whole = run_on_meta(with_bias, *specs)
+    targets, result = plan_product(
+        (first_spec, second_spec),
+        (contraction.first, contraction.second),
+        contraction.result,
+        meta_of(whole),
+        bias_spec,
+        contraction.result[-1:],
+    )
+    is_direct = all(target is spec for target, spec in zip(targets, specs, strict=True))
+    moves = tuple(
+        None if spec is None or target is None or target is spec else (spec, target)
+        for spec, target in zip(specs, targets, strict=True)
+    )
+    run = with_bias if bias is not None and holds_bias(result) else _without_bias(contraction.kernel)
+    return _Step(run, result, None if is_direct else moves)
+
+
+def plan_product(
+    specs: tuple[ShardTensorSpec, ShardTensorSpec],
+    names: tuple[Sequence[Hashable], Sequence[Hashable]],
+    result: Sequence[Hashable],
+    meta: TensorMeta,
+    bias: ShardTensorSpec | None,
+    bias_names: Sequence[Hashable],
+) -> tuple[tuple[ShardTensorSpec, ShardTensorSpec, ShardTensorSpec | None], ShardTensorSpec]:
+    """Choose layouts for ``bias + product``.
+
+    Returns
+    -------
+    tuple
+        Layouts to bring the two operands and the bias to, and the layout of the result. A bias is never pending: where
+        the product is, the first rank adds it alone (`holds_bias`).
+    """
+    operands, operand_names = list(specs), list(names)
+    if bias is not None:
+        operands.append(without_partial(bias))
+        operand_names.append(tuple(bias_names))
+    call = Call(torch.ops.aten.mm.default, tuple(operands), {})
+    plan = axis_plan(call, operand_names, [tuple(result)], linear="each", metas=[meta])
+    assert plan is not None and isinstance(plan.result, ShardTensorSpec)
+    first, second, *rest = plan.targets
+    return (first, second, rest[0] if rest else None), plan.result
+
+
+def holds_bias(result: ShardTensorSpec) -> bool:
+    """Whether this rank adds the bias to its contribution to a pending product: the first of every pending sum does."""
+    assert result.coordinate is not None
+    return not any(
+        isinstance(placement, Partial) and placement.reduce_op == "sum" and result.coordinate[axis] != 0
+        for axis, placement in enumerate(result.placements)
+    )
+
+
+def _with_bias(kernel: Kernel) -> Callable[[Any, Any, Any], torch.Tensor]:
+    if kernel is torch.nn.functional.linear:
+        return kernel
+
+    def run(first: Any, second: Any, bias: Any) -> torch.Tensor:
+        return kernel(first, second) if bias is None else kernel(first, second) + bias
+
+    return run
+
+
+def _without_bias(kernel: Kernel) -> Callable[[Any, Any, Any], torch.Tensor]:
+    return lambda first, second, bias: kernel(first, second)
+
+
+def _common_mesh(tensors: Sequence[Any]) -> Any:
+    sharded = [tensor for tensor in tensors if type(tensor) is ShardTensor]
+    mesh = sharded[0]._spec.mesh
+    for other in sharded[1:]:
+        if other._spec.mesh != mesh:
+            raise LayoutMismatchError(
+                f"ShardTensors on two meshes meet: {mesh} and {other._spec.mesh}",
+                where="a matrix product",
+                inputs=[tensor._spec.describe() for tensor in sharded],
+                advice="gather one of them with full_tensor() and make it a ShardTensor on the other mesh",
+            )
+    return mesh
+
+
+def _remember(key: Any, step: _Step) -> _Step:
+    if len(_steps) >= N_CACHED_STEPS:  # e.g. a new length at every step: forget the oldest quarter
+        for old in list(_steps)[: N_CACHED_STEPS // 4]:
+            del _steps[old]
+    _steps[key] = step
+    return step
+
+
+on_new_world(_steps.clear)
+on_new_world(_row_sums.clear)
