@@ -22,6 +22,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_inherit_docstrings = False  # torch's own docstrings link to labels of its guide
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True  # show a default as it is written, not as its repr of many lines
 napoleon_google_docstring = False

@@ -1,7 +1,7 @@
 """Domain parallelism for PyTorch: one sample split over several devices, through unmodified modules.
 
 Everything here is another package's: `shardtensor` and `shardtensor_parallel_utils` in full, and what a training
-script needs of `shardtensor_spec` and `shardtensor_collectives`. Operators of `shardtensor_ops` are found by themselves.
+script needs of `shardtensor_spec` and `shardtensor_collectives`. `shardtensor_ops` is found by itself.
 """
 
 from __future__ import annotations
