@@ -8,16 +8,20 @@ import math
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor_spec import on_new_world
+from shardtensor_spec import forget_old_world, on_new_world
+
+
+def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i."""
+    forget_old_world()  # an equal mesh of another world had other groups
+    return _axis_group(mesh, axis)
 
 
 @functools.lru_cache(maxsize=64)
-def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i."""
+def _axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     return mesh.get_group(axis)
 
 
-@functools.lru_cache(maxsize=64)
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Group of all ranks of the mesh, in row-major order of their coordinates.
 
@@ -25,6 +29,12 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     -----
     Communication: the first call for a mesh of several axes may create a process group; all ranks make that call.
     """
+    forget_old_world()
+    return _whole_group(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group(0)
     if mesh.size() == dist.get_world_size() and mesh.mesh.flatten().tolist() == list(range(mesh.size())):
@@ -49,5 +59,5 @@ def flat_coordinate(coordinate: tuple[int, ...], mesh: DeviceMesh) -> int:
     return index
 
 
-on_new_world(axis_group.cache_clear)
-on_new_world(whole_group.cache_clear)
+on_new_world(_axis_group.cache_clear)
+on_new_world(_whole_group.cache_clear)

@@ -20,7 +20,7 @@ from ._errors import LayoutMismatchError, ShardTensorError, UnsupportedShardingE
 from ._exchange import lower_bound_elements, plan_exchange
 from ._exchange_plan import AdjointPlan, ExchangePlan, Message, Piece
 from ._grid import DimSplit, Grid, chunk_grid, folded_placement, grid_of_sizes, is_sharding, sharded_dims
-from ._interning import on_new_world
+from ._interning import forget_old_world, on_new_world
 from ._sizes import check_sizes, chunk_sizes, offsets_of, sizes_from_fractions
 from ._slabs import local_slices
 from ._spec import ShardTensorSpec, contiguous_stride, describe_placement
@@ -49,6 +49,7 @@ __all__ = [
     "contiguous_stride",
     "describe_placement",
     "folded_placement",
+    "forget_old_world",
     "grid_of_sizes",
     "intersect",
     "is_sharding",

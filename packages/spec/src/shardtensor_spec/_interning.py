@@ -10,21 +10,42 @@ from ._torch_private import default_process_group
 
 _specs: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _forget_callbacks: list[Callable[[], None]] = []
-_last_world: weakref.ref[Any] | None = None
+
+
+def _no_world() -> None:
+    return None
+
+
+_last_world: Callable[[], Any] = _no_world
 
 
 def on_new_world(forget: Callable[[], None]) -> None:
     """Register what to call when the default process group has been replaced.
 
     A mesh of the old world can equal one of the new world, but its process groups are gone. Whoever caches by
-    spec registers here how to forget.
+    mesh or spec registers here how to forget.
 
     Parameters
     ----------
     forget : callable
-        Called without arguments, before the first spec of the new world is made.
+        Called without arguments, before the first spec of the new world is made, or by `forget_old_world`.
     """
     _forget_callbacks.append(forget)
+
+
+def forget_old_world() -> None:
+    """Empty all caches if the default process group is another one than the last time.
+
+    `interned` does so itself. A cache that may be asked before the first spec of a world is made calls it first.
+    """
+    global _last_world
+    world = default_process_group()
+    if _last_world() is world and (world is not None or _last_world is _no_world):
+        return
+    _specs.clear()
+    for forget in _forget_callbacks:
+        forget()
+    _last_world = _no_world if world is None else weakref.ref(world)
 
 
 def interned(key: Hashable, build: Callable[[], Any]) -> Any:
@@ -42,22 +63,9 @@ def interned(key: Hashable, build: Callable[[], Any]) -> Any:
     object
         The same object for equal keys for as long as someone holds it.
     """
-    _forget_old_world()
+    forget_old_world()
     found = _specs.get(key)
     if found is None:
         found = build()
         _specs[key] = found
     return found
-
-
-def _forget_old_world() -> None:
-    global _last_world
-    world = default_process_group()
-    known = _last_world() if _last_world is not None else None
-    if known is world:
-        return
-    if _last_world is not None:
-        _specs.clear()
-        for forget in _forget_callbacks:
-            forget()
-    _last_world = None if world is None else weakref.ref(world)
