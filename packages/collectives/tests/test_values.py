@@ -293,3 +293,17 @@ def test_several_collectives_in_flight():
         assert torch.equal(handles[k].wait(), full + k)
         assert torch.equal(handles[4 + k].wait(), torch.tensor(n * k, dtype=full.dtype))
     assert handles[0].wait() is handles[0].wait()
+
+
+@pytest.mark.ranks(2)
+def test_lazily_conjugated_and_negated_inputs_send_their_values():
+    rank, n = me()
+    numbers = torch.complex(ramp(3, 2), ramp(3, 2) + 1)
+    sizes = [2, 1]
+    for full in (numbers.conj(), numbers.conj().imag):
+        assert full.is_conj() or full.is_neg()
+        local = full.split(sizes)[rank]
+        assert torch.equal(sc.all_gather_v(local, sizes, 0, world()), full)
+        assert torch.equal(sc.all_reduce(full, world()), n * full)
+        assert torch.equal(sc.reduce_scatter_v(full, sizes, 0, world()), n * local)
+        assert torch.equal(sc.ring_shift(local, sizes[1 - rank], 0, world()).wait(), full.split(sizes)[1 - rank])

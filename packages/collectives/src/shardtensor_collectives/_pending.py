@@ -125,6 +125,8 @@ def launch(
     """
     needs_grad = source.requires_grad and torch.is_grad_enabled()
     data = source.detach() if needs_grad else source
+    if data.is_conj() or data.is_neg():  # lazily conjugated or negated: the memory holds other values
+        data = data.resolve_conj().resolve_neg()
     if is_silent or not _trace.observed:
         pending = post(data)
         if needs_grad:

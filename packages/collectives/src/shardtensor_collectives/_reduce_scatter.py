@@ -142,7 +142,7 @@ def _post(full: Tensor, sizes: tuple[int, ...], dim: int, group: dist.ProcessGro
 
         return Pending(works, finish_here, keep)
     wide = widened(pack(full, sizes, dim))
-    output = wide.new_empty(n_mine)
+    output = wide.new_empty((n_mine, *wide.shape[1:]))
     reduction = dist_op(op, full.dtype)
     if len(set(sizes)) == 1:
         work = reduce_scatter_single(output, wide, op=reduction, group=group, async_op=True)

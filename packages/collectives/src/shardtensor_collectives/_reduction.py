@@ -83,6 +83,8 @@ def widened(tensor: Tensor) -> Tensor:
         return tensor.view(torch.int64)  # sums and products modulo 2**64 have the same bits
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)  # only sums and means exist, and these are pairwise
     return tensor
 
 
@@ -92,6 +94,8 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     if dtype is torch.uint64 or dtype is torch.bool:
         return tensor.view(dtype)
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor)
     return tensor.to(dtype)
 
 

@@ -23,7 +23,7 @@ from shardtensor_spec import ExchangePlan, Message, Piece
 def _all_to_all(flat: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """All-to-all of a flat tensor; sizes in elements."""
     if flat.is_complex():  # has a gradient, which a view as bytes would lose
-        pairs = torch.view_as_real(flat.contiguous())
+        pairs = torch.view_as_real(flat.resolve_conj().contiguous())
         result = functional_collectives.all_to_all_single(pairs, list(receive), list(send), group)
         return torch.view_as_complex(resolved(result))
     wire = as_wire(flat.contiguous())
@@ -86,7 +86,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> Tensor
     name = "sum" if op == "mean" else op
     if tensor.dtype is torch.bool:
         name = "min" if op in ("min", "product") else "max"
-    result = resolved(functional_collectives.all_reduce(widened(tensor.contiguous()), name, group))
+    result = resolved(functional_collectives.all_reduce(widened(tensor.resolve_conj().contiguous()), name, group))
     if op == "mean":
         result = result / group.size()
     return narrowed(result, tensor.dtype)
