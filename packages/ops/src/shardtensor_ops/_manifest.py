@@ -15,12 +15,14 @@ _FAMILIES = {
         aten.multi_margin_loss_backward aten.multilabel_margin_loss_forward aten.multilabel_margin_loss_backward
         aten.nll_loss_forward aten.nll_loss_backward aten.nll_loss2d_forward aten.nll_loss2d_backward
     """,
+    "shardtensor_ops.einsum": "torch.functional.einsum",
     "shardtensor_ops.linear": "torch.nn.functional.linear",
     "shardtensor_ops.matmul": """
         aten.mm aten.bmm aten.mv aten.dot aten.vdot aten.ger aten.addmm aten.baddbmm aten.addbmm aten.addmv aten.addr
         aten.linear aten.matmul aten._trilinear torch.matmul torch.linalg.matmul torch.Tensor.matmul
         torch.Tensor.__matmul__ torch.Tensor.__rmatmul__
     """,
+    "shardtensor_ops.pad": "torch.nn.functional.pad torch.constant_pad_nd",
     "shardtensor_ops.pointwise": """
         tag:pointwise aten.where aten.prelu aten._prelu_kernel aten._prelu_kernel_backward aten.gelu_backward
         aten.silu_backward aten.threshold_backward aten.leaky_relu_backward aten.elu_backward aten.hardtanh_backward

@@ -52,6 +52,9 @@ def below_has_torch_function(function: Callable[..., Any]) -> Callable[..., Any]
     """
     if not isinstance(function, types.FunctionType):
         return None
+    if "super" in function.__code__.co_names:
+        # The method of the base class is dispatched under the name of this one: it would come back here without end.
+        return None
     used = [name for name in _CHECKS if name in function.__code__.co_names and name in function.__globals__]
     if not used:
         return None
