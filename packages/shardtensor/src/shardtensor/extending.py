@@ -1,4 +1,4 @@
-"""What an author of operators needs: rules, layouts, transitions. See ``docs/extending.md`` for an operator in 20 lines.
+"""What an author of operators needs: rules, layouts, transitions. The guide has an operator in 20 lines.
 
 A *rule* plans an operator below autograd from the layouts alone (`register_rule`, `axis_plan`); torch's own autograd formula
 then runs on ShardTensors. A *function handler* (``ShardTensor.register_function_handler``) serves a Python-level function
