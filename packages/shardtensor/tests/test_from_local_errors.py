@@ -89,7 +89,9 @@ def test_one_rank_declares_other_sizes() -> None:
             ShardTensor.from_local(local, mesh, [Shard(0)], wrong if rank == 2 else right, check=True)
         assert rank == 2 or "rank 2" in str(raised.value)
     with pytest.raises(LayoutMismatchError, match=r"rank 2 disagrees with rank 0 about the tensor") as raised:
-        ShardTensor.from_local(local, mesh, [Shard(0)], {0: [(9, 2), (2, 2), (3, 2)]} if rank == 2 else right, check=True)
+        ShardTensor.from_local(
+            local, mesh, [Shard(0)], {0: [(9, 2), (2, 2), (3, 2)]} if rank == 2 else right, check=True
+        )
     assert "rank 0: (6, 2)  Shard(0) on axis 'domain', rows 1,2,3 torch.float32" in str(raised.value)
     assert "rank 2: (14, 2)  Shard(0) on axis 'domain', rows 9,2,3 torch.float32" in str(raised.value)
 

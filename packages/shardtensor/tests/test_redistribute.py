@@ -133,7 +133,7 @@ def test_misuse_is_refused() -> None:
         t.redistribute()
     with pytest.raises(RuntimeError, match="cannot be redistributed to Partial"):
         t.redistribute(placements=[Partial()])
-    with pytest.raises(ValueError, match="2 placements .* a mesh of 1 axes"):
+    with pytest.raises(ValueError, match=r"2 placements .* a mesh of 1 axes"):
         t.redistribute(placements=[Shard(0), Shard(1)])
     with pytest.raises(IndexError, match=r"Shard\(2\) is out of range for a tensor of 2 dims"):
         t.redistribute(placements=[Shard(2)])

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from shardtensor_spec import ShardTensorSpec, chunk_grid
+from shardtensor_spec import ShardTensorSpec, chunk_grid, normalized_placements
 
 from . import _tensor
-from ._layout import normalized_placements, without_partial
+from ._layout import without_partial
 from ._torch_private import TensorMeta, make_wrapper
 from ._transition import transition
 
@@ -122,7 +122,7 @@ class ToDTensor(torch.autograd.Function):
 def chunked_spec(spec: ShardTensorSpec, placements: Sequence[Placement] | None = None) -> ShardTensorSpec:
     """Layout of the same tensor with other placements, every dim split as ``torch.chunk`` does."""
     assert spec.tensor_meta is not None
-    wanted = spec.placements if placements is None else normalized_placements(placements, spec.ndim)
+    wanted = spec.placements if placements is None else normalized_placements(placements, spec.ndim, spec.mesh.ndim)
     grid = chunk_grid(tuple(spec.tensor_meta.shape), spec.mesh.shape, wanted)
     return ShardTensorSpec.of(spec.mesh, wanted, spec.tensor_meta, grid)
 

@@ -17,13 +17,14 @@ from shardtensor_spec import (
     describe_placement,
     grid_of_sizes,
     is_sharding,
+    normalized_placements,
     sharded_dims,
 )
 
 from . import _tensor
 from ._agree import describe, infer_grid, require_same, stride_order
 from ._convert import FromLocal, respelled, wrap
-from ._layout import contiguous_meta, normalized_placements
+from ._layout import contiguous_meta
 from ._torch_private import TensorMeta, current_mesh
 
 _WHERE = "ShardTensor.from_local"

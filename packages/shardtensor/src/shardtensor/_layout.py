@@ -28,24 +28,6 @@ def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> ShardTensorSpec:
     return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(tensor), {})
 
 
-def normalized_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """Count negative shard dimensions from the end.
-
-    Raises
-    ------
-    IndexError
-        If a dimension is out of range.
-    """
-    normalized = []
-    for placement in placements:
-        if isinstance(placement, Shard):
-            if not -ndim <= placement.dim < ndim:
-                raise IndexError(f"Shard({placement.dim}) is out of range for a tensor of {ndim} dims")
-            placement = Shard(placement.dim % ndim)
-        normalized.append(placement)
-    return tuple(normalized)
-
-
 def without_partial(spec: ShardTensorSpec) -> ShardTensorSpec:
     """Return the layout with every pending reduction done: what a gradient is brought to."""
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)

@@ -10,10 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardtensor_collectives import all_gather_objects, broadcast, exchange
-from shardtensor_spec import Box, LayoutMismatchError, ShardTensorSpec, grid_of_sizes, is_sharding, plan_exchange
+from shardtensor_spec import (
+    Box,
+    LayoutMismatchError,
+    ShardTensorSpec,
+    grid_of_sizes,
+    is_sharding,
+    normalized_placements,
+    plan_exchange,
+)
 
 from ._groups import axis_name, flat_coordinate, whole_group
-from ._layout import contiguous_meta, normalized_placements
+from ._layout import contiguous_meta
 from ._tensor import ShardTensor
 
 

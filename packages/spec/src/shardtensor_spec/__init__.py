@@ -19,7 +19,16 @@ from ._boxes import (
 from ._errors import LayoutMismatchError, ShardTensorError, UnsupportedShardingError
 from ._exchange import lower_bound_elements, plan_exchange
 from ._exchange_plan import AdjointPlan, ExchangePlan, Message, Piece
-from ._grid import DimSplit, Grid, chunk_grid, folded_placement, grid_of_sizes, is_sharding, sharded_dims
+from ._grid import (
+    DimSplit,
+    Grid,
+    chunk_grid,
+    folded_placement,
+    grid_of_sizes,
+    is_sharding,
+    normalized_placements,
+    sharded_dims,
+)
 from ._interning import forget_old_world, on_new_world
 from ._sizes import check_sizes, chunk_sizes, offsets_of, sizes_from_fractions
 from ._slabs import local_slices
@@ -56,6 +65,7 @@ __all__ = [
     "local_slices",
     "lower_bound_elements",
     "merge_adjacent",
+    "normalized_placements",
     "offsets_of",
     "on_new_world",
     "plan_exchange",

@@ -76,6 +76,49 @@ def sharded_dims(placements: Sequence[Placement]) -> dict[int, tuple[int, ...]]:
     return axes_of_dim
 
 
+def normalized_placements(
+    placements: Sequence[Placement], ndim: int, n_axes: int | None = None
+) -> tuple[Placement, ...]:
+    """Check placements and count negative shard dimensions from the end.
+
+    Parameters
+    ----------
+    placements : Sequence of Placement, (n_axes,)
+        One placement per mesh axis.
+    ndim : int
+        Dimensions of the tensor.
+    n_axes : int, optional
+        Axes of the mesh, to check the number of placements against.
+
+    Raises
+    ------
+    LayoutMismatchError
+        If there are not as many placements as mesh axes.
+    IndexError
+        If a dimension is out of range.
+
+    Examples
+    --------
+    >>> from torch.distributed.tensor import Shard
+    >>> normalized_placements([Shard(-1)], ndim=3)
+    (Shard(dim=2),)
+    """
+    if n_axes is not None and len(placements) != n_axes:
+        raise LayoutMismatchError(
+            f"{len(placements)} placements {tuple(placements)} are given for a mesh of {n_axes} axes",
+            advice="give one placement per mesh axis",
+        )
+    normalized = []
+    for placement in placements:
+        if isinstance(placement, (Shard, FoldedShard)):
+            if not -ndim <= placement.dim < ndim:
+                raise IndexError(f"Shard({placement.dim}) is out of range for a tensor of {ndim} dims")
+            if placement.dim < 0:
+                placement = Shard(placement.dim + ndim)
+        normalized.append(placement)
+    return tuple(normalized)
+
+
 def n_repeats_of(placements: Sequence[Placement], axes: Sequence[int], dim: int) -> int:
     """Number of repeats of a folded dimension, 1 for a plain one.
 

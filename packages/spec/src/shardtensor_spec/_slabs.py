@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from ._grid import grid_of_sizes
+from ._grid import grid_of_sizes, normalized_placements
 
 
 def local_slices(
@@ -25,7 +25,7 @@ def local_slices(
     mesh : DeviceMesh
         The mesh; this rank must be in it.
     placements : Sequence of Placement, (n_axes,)
-        One placement per mesh axis.
+        One placement per mesh axis. Negative shard dims count from the end.
     sizes : Mapping of int to Sequence of int, optional
         Tensor dimension -> rows of every shard. By default ``torch.chunk``'s.
 
@@ -37,7 +37,9 @@ def local_slices(
     Raises
     ------
     LayoutMismatchError
-        If the sizes do not fit the shape.
+        If the sizes do not fit the shape, or the placements not the mesh.
+    IndexError
+        If a shard dim is out of range.
     RuntimeError
         If this rank is not in the mesh.
 
@@ -56,6 +58,7 @@ def local_slices(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError(f"this rank is not part of the mesh {mesh}, so it holds no slab")
+    placements = normalized_placements(placements, len(global_shape), mesh.ndim)
     slices = [slice(0, extent) for extent in global_shape]
     for dim, split in grid_of_sizes(global_shape, mesh.shape, placements, sizes).items():
         slices[dim] = slice(*split.rows(coordinate, mesh.shape))

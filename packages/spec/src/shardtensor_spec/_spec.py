@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ._boxes import Box
 from ._errors import LayoutMismatchError
-from ._grid import DimSplit, Grid, grid_of_sizes, sharded_dims
+from ._grid import Grid, grid_of_sizes, normalized_placements, sharded_dims
 from ._interning import interned
 from ._torch_private import DTensorSpec, FoldedShard, TensorMeta
 
@@ -39,6 +39,7 @@ class _Interned(type):
         placements = tuple(placements)
         grid: Grid = {}
         if tensor_meta is not None:
+            placements = normalized_placements(placements, len(tensor_meta.shape), mesh.ndim)
             if _sharding_shapes and sizes:
                 raise LayoutMismatchError("give the shard shapes or the shard sizes, not both")
             if _sharding_shapes:
@@ -69,8 +70,8 @@ class ShardTensorSpec(DTensorSpec, metaclass=_Interned):
     mesh : DeviceMesh
         The mesh, of any number of axes.
     placements : Sequence of Placement, (n_axes,)
-        ``Shard``, ``Replicate`` or ``Partial`` for every mesh axis. Axes that shard different dimensions form a
-        product grid; axes that shard the same dimension nest, the lower axis outermost.
+        ``Shard``, ``Replicate`` or ``Partial`` for every mesh axis; negative shard dims count from the end. Axes that
+        shard different dimensions form a product grid; axes that shard the same dimension nest, the lower axis outermost.
     tensor_meta : TensorMeta, optional
         Shape, stride and dtype of the whole tensor. Without it only mesh and placements are known.
     shard_order, use_strided_shard_as_shard_order
@@ -87,6 +88,8 @@ class ShardTensorSpec(DTensorSpec, metaclass=_Interned):
     ------
     LayoutMismatchError
         If sizes, shapes and placements contradict each other.
+    IndexError
+        If a shard dim is out of range.
 
     Notes
     -----
@@ -351,7 +354,7 @@ class ShardTensorSpec(DTensorSpec, metaclass=_Interned):
         >>> ShardTensorSpec(mesh, (Shard(0),), meta).describe()
         "(4, 3)  Shard(0) on axis 'domain', rows 4"
         """
-        names = self.mesh.mesh_dim_names or tuple(range(self.mesh.ndim))
+        names: Sequence[str | int] = self.mesh.mesh_dim_names or range(self.mesh.ndim)
         parts = []
         for axis, placement in enumerate(self.placements):
             text = describe_placement(placement)
