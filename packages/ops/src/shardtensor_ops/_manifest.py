@@ -41,6 +41,19 @@ _FAMILIES = {
         aten.std aten.var_mean aten.std_mean aten.linalg_vector_norm aten.norm aten.logsumexp aten.median.dim
         aten.nanmedian.dim aten.mode aten.kthvalue
     """,
+    "shardtensor_ops.pool": """
+        torch.nn.functional.max_pool1d torch.max_pool1d torch.nn.functional.max_pool1d_with_indices
+        torch.nn.functional.avg_pool1d torch.nn.functional.max_pool2d torch.max_pool2d
+        torch.nn.functional.max_pool2d_with_indices torch.nn.functional.avg_pool2d torch.nn.functional.max_pool3d
+        torch.max_pool3d torch.nn.functional.max_pool3d_with_indices torch.nn.functional.avg_pool3d
+        torch.max_pool1d_with_indices
+    """,
+    "shardtensor_ops.select": """
+        aten.slice.Tensor aten.slice_copy.Tensor aten.slice_backward aten.select.int aten.select_copy.int
+        aten.select_backward aten.unbind aten.unbind_copy aten.slice_scatter aten.select_scatter aten.split.Tensor
+        aten.split_with_sizes aten.unsafe_split.Tensor aten.unsafe_split_with_sizes aten.diagonal aten.diagonal_copy
+        aten.diagonal_backward
+    """,
     "shardtensor_ops.view": """
         aten.view aten._unsafe_view aten._reshape_alias aten.view_copy aten._reshape_copy aten.permute
         aten.permute_copy aten.transpose aten.transpose_copy aten.t aten.t_copy aten.numpy_T aten.unsqueeze
