@@ -29,6 +29,8 @@ class LinearOperator:
         Local tensor in ``source`` -> local tensor in ``result``, communication included.
     adjoint : callable
         Local tensor in ``result`` (its pending sums done) -> local tensor in ``source``. It may return what it got.
+    derivative : LinearOperator, optional
+        Where ``forward`` adds a constant, the same operator without it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LinearOperator:
     result: ShardTensorSpec
     forward: LocalMap
     adjoint: LocalMap
+    derivative: LinearOperator | None = None
 
     def __call__(self, tensor: Any) -> Any:
         """Apply to a ShardTensor, with gradients."""
@@ -88,7 +91,7 @@ def _dense_stride(shape: Any, order: Any) -> list[int]:
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, operator: LinearOperator) -> Any:
-        ctx.operator = operator
+        ctx.operator = operator.derivative or operator
         with operator_range(operator.name):
             return in_layout(operator.forward(tensor._local_tensor), operator.result)
 

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Partial
 
 from shardtensor import ShardTensor
-from shardtensor.extending import Redistribute, make_spec
+from shardtensor.extending import Redistribute
 from shardtensor_collectives import operator_range
-from shardtensor_spec import DimSplit, ShardTensorSpec, box_slices, chunk_sizes, subtract
+from shardtensor_spec import box_slices, subtract
 
 from ._autocast import autocast_is_on, in_autocast_dtype
 from ._conv_local import add_strips, convolve, gradients, strip_gradients
@@ -33,6 +32,7 @@ from ._conv_plan import ConvolutionPlan, Geometry, plan_convolution
 from ._linear import brought_to, in_layout
 from ._meta import meta_like, meta_of_call
 from ._naming import shape_of
+from ._supported import supported_layout
 from ._window import Window
 
 # -- what a rank does -----------------------------------------------------------------------------------------------
@@ -277,7 +277,8 @@ def _convolve(
         metas = [meta_like(tensor._spec) for tensor in (x, weight)]
         meta_of_call(function, *metas, None, *arguments)  # which raises torch's own error
     geometry = geometry_of(weight_shape[2:])
-    x = brought_to(x, _supported(x._spec))
+    spatial = tuple(range(2, len(x_shape)))
+    x = brought_to(x, supported_layout(x._spec, whole=(1,), unfolded=spatial))
     plan = plan_convolution(function, x._spec, weight._spec, None if bias is None else bias._spec, geometry, arguments)
     return _Convolution.apply(x, weight, bias, plan)
 
@@ -299,29 +300,6 @@ def _convolve_complex(
 def _replicated(tensor: Any) -> Any:
     spec = tensor._spec
     return tensor if not spec.grid and not spec.has_partial else Redistribute.apply(tensor, spec.replicated())
-
-
-@functools.lru_cache(maxsize=1024)
-def _supported(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """Return the nearest layout that a convolution takes: nothing pending, channels whole, no folded spatial dim.
-
-    Shards of channels move to the largest other dim, so memory stays divided.
-    """
-    assert spec.tensor_meta is not None
-    shape = tuple(spec.tensor_meta.shape)
-    grid = {dim: split for dim, split in spec.grid.items() if dim != 1}
-    for dim, split in grid.items():
-        if dim > 1 and split.n_repeats != 1:
-            grid[dim] = DimSplit(split.axes, chunk_sizes(split.extent, len(split.sizes)))
-    if 1 in spec.grid:
-        homes = [dim for dim in range(len(shape)) if dim != 1 and dim not in grid and shape[dim] > 1]
-        if homes:
-            home = max(homes, key=lambda dim: shape[dim])
-            moved = spec.grid[1]
-            grid[home] = DimSplit(moved.axes, chunk_sizes(shape[home], len(moved.sizes)))
-    if grid == spec.grid and not any(isinstance(placement, Partial) for placement in spec.placements):
-        return spec
-    return make_spec(spec.mesh, spec.tensor_meta, grid)
 
 
 # -- handlers -----------------------------------------------------------------------------------------------------------
