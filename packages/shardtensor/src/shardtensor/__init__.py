@@ -10,6 +10,7 @@ from shardtensor_spec import (
     local_slices,
 )
 
+from . import _set_data as _set_data
 from . import _structural_rules as _structural_rules
 from ._fallback_mode import FallbackMode, get_fallback_mode, set_fallback_mode
 from ._registry import ManifestConflictError, served_names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from shardtensor_spec import ShardTensorSpec, chunk_grid, normalized_placements
+from shardtensor_spec import LayoutMismatchError, ShardTensorSpec, chunk_grid, normalized_placements
 
 from . import _tensor
 from ._layout import without_partial
@@ -135,6 +135,25 @@ def respelled(spec: ShardTensorSpec, placements: Sequence[Placement]) -> ShardTe
         for dim, split in chunked.grid.items()
     }
     return ShardTensorSpec.of(spec.mesh, chunked.placements, spec.tensor_meta, grid)
+
+
+def gradient_spec(spec: ShardTensorSpec, placements: Sequence[Placement]) -> ShardTensorSpec:
+    """Layout of what the gradients of the local tensors make up, for ``grad_placements``.
+
+    Raises
+    ------
+    LayoutMismatchError
+        If a shard of the gradient would have another shape than the local tensor, on whatever rank.
+    """
+    gradient = respelled(spec, placements)
+    if gradient.shapes() != spec.shapes():
+        raise LayoutMismatchError(
+            "the gradient of a local tensor has its shape, so it is no shard of a gradient with these grad_placements",
+            where="ShardTensor.to_local",
+            inputs=[f"tensor    {spec.describe()}", f"gradient  {gradient.describe()}"],
+            advice="redistribute the tensor before",
+        )
+    return gradient
 
 
 def _of_dtype(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:

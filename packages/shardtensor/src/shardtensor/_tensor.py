@@ -157,6 +157,8 @@ class ShardTensor(torch.Tensor):
         """
         if isinstance(dtensor, ShardTensor):
             return dtensor
+        if not isinstance(dtensor, DTensor):
+            raise TypeError(f"from_dtensor takes a DTensor, not a {type(dtensor).__name__}: use from_local for shards")
         ShardTensor._patches_enabled = True
         return cast(ShardTensor, FromDTensor.apply(dtensor))
 
@@ -191,11 +193,16 @@ class ShardTensor(torch.Tensor):
         Tensor, local_shape
             Sharing memory. A ``Partial`` is not reduced: the local tensor is this rank's contribution.
 
+        Raises
+        ------
+        LayoutMismatchError
+            (a ``ValueError``) If the gradients of the local tensors cannot be the shards that ``grad_placements`` says.
+
         Notes
         -----
         Communication: none.
         """
-        spec = None if grad_placements is None else respelled(self._spec, grad_placements)
+        spec = None if grad_placements is None else gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, spec))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -473,8 +480,8 @@ from ._convert import (  # noqa: E402
     ToDTensor,
     ToLocal,
     chunked_spec,
+    gradient_spec,
     redistribute_below_autograd,
-    respelled,
 )
 from ._dispatch import dispatch  # noqa: E402
 from ._fallback_mode import FallbackMode, set_fallback_mode  # noqa: E402
