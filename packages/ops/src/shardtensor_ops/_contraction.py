@@ -12,15 +12,16 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from shardtensor import LayoutMismatchError, ShardTensor, ShardTensorSpec
 from shardtensor.extending import (
     Call,
     TensorMeta,
+    axis_group,
+    axis_name,
     axis_plan,
     contiguous_meta,
-    make_spec,
     meta_of,
     replicated_spec,
     run_on_meta,
@@ -28,10 +29,11 @@ from shardtensor.extending import (
     without_partial,
     wrap,
 )
-from shardtensor_collectives import operator_range
+from shardtensor_collectives import all_reduce, operator_range
 from shardtensor_spec import on_new_world
 
 from ._kernels import Kernel, Names, kernel_of
+from ._torch_private import autocast_is_on, requires_grad
 
 N_CACHED_STEPS = 4096
 
@@ -82,7 +84,6 @@ class _Step(NamedTuple):
 
 
 _steps: dict[Any, _Step] = {}
-_row_sums: dict[ShardTensorSpec, ShardTensorSpec] = {}
 
 
 def contract(contraction: Contraction, first: Any, second: Any, bias: Any = None) -> Any:
@@ -102,9 +103,7 @@ def contract(contraction: Contraction, first: Any, second: Any, bias: Any = None
     Communication: what brings the operands to layouts that correspond; none if only one of them is sharded, or
     both along names that they share. In backward one all-reduce for the plain operands that need a gradient.
     """
-    if torch.is_grad_enabled() and (
-        first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    if torch.is_grad_enabled() and requires_grad(first, second, bias):
         return _Contract.apply(contraction, first, second, bias)
     return contract_below_autograd(contraction, first, second, bias)
 
@@ -147,30 +146,36 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        if autocast_is_on():
+            with torch.autocast(gradient.device.type, enabled=False):
+                return _Contract._gradients(ctx, gradient)
+        return _Contract._gradients(ctx, gradient)
+
+    @staticmethod
+    def _gradients(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         contraction = ctx.contraction
         first, second = ctx.saved_tensors
         _, first_needs, second_needs, bias_needs = ctx.needs_input_grad
         if type(gradient) is not ShardTensor:
             mesh = (first if type(first) is ShardTensor else second)._spec.mesh
             gradient = wrap(gradient, replicated_spec(gradient, mesh))
+        if gradient._spec.tensor_meta.dtype.is_complex:
+            first, second = first.conj(), second.conj()
         is_recorded = torch.is_grad_enabled()
         run = contract if is_recorded else contract_below_autograd
-        for_first = run(contraction.for_first, gradient, _conjugate(second)) if first_needs else None
-        for_second = run(contraction.for_second, gradient, _conjugate(first)) if second_needs else None
+        for_first = run(contraction.for_first, gradient, second) if first_needs else None
+        for_second = run(contraction.for_second, gradient, first) if second_needs else None
         for_bias = None
         if bias_needs:
-            rows = list(range(gradient.ndim - 1))
-            for_bias = gradient.sum(rows) if is_recorded and rows else _sum_rows(gradient)
+            for_bias = _sum_rows_recorded(gradient) if is_recorded else _sum_rows(gradient)
         plain = (type(first) is not ShardTensor, type(second) is not ShardTensor, ctx.bias_is_plain)
         return None, *_completed((for_first, for_second, for_bias), plain, is_recorded)
 
 
-def _conjugate(tensor: Any) -> Any:
-    return tensor.conj() if tensor.is_complex() else tensor
-
-
-def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: bool) -> list[Any]:
+def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: bool) -> Sequence[Any]:
     """Make the gradients of plain operands plain and complete; two that are pending alike travel together."""
+    if not any(plain):
+        return gradients
     completed = list(gradients)
     wanted = [index for index, gradient in enumerate(gradients) if gradient is not None and plain[index]]
     if not wanted:
@@ -179,44 +184,65 @@ def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: boo
         for index in wanted:
             completed[index] = gradients[index].full_tensor()
         return completed
+    specs = [gradients[index]._spec for index in wanted]
+    locals_ = [gradients[index]._local_tensor for index in wanted]
+    lines = _pending_lines(specs[0])
     with operator_range("linear backward"):
-        specs = [gradients[index]._spec for index in wanted]
-        if len(wanted) > 1 and all(
-            spec.placements == specs[0].placements and spec.has_partial and not spec.grid for spec in specs
-        ):
-            locals_ = [gradients[index]._local_tensor for index in wanted]
-            for index, whole in zip(wanted, _reduced_together(locals_, specs), strict=True):
-                completed[index] = whole
-            return completed
-        for index, spec in zip(wanted, specs, strict=True):
-            completed[index] = transition(gradients[index]._local_tensor, spec, spec.replicated())
+        if lines is not None and len(specs) > 1 and _pending_lines(specs[1]) == lines:
+            locals_ = _reduced_together(locals_, lines)
+        else:
+            locals_ = [transition(*each, each[1].replicated()) for each in zip(locals_, specs, strict=True)]
+    for index, local in zip(wanted, locals_, strict=True):
+        completed[index] = local
     return completed
 
 
-def _reduced_together(locals_: list[torch.Tensor], specs: list[ShardTensorSpec]) -> list[torch.Tensor]:
-    """Reduce contributions of one dtype, pending alike, as one vector: on a slow link a message costs more than its bytes."""
+@functools.lru_cache(maxsize=1024)
+def _pending_lines(spec: ShardTensorSpec) -> tuple[Any, ...] | None:
+    """Groups and names of the axes of several ranks along which a sum is pending; None for any other layout."""
+    lines: tuple[Any, ...] = ()
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Partial) and placement.reduce_op == "sum":
+            if spec.mesh.shape[axis] > 1:
+                lines = (*lines, (axis_group(spec.mesh, axis), axis_name(spec.mesh, axis)))
+        elif not isinstance(placement, Replicate):
+            return None
+    return lines
+
+
+def _reduced_together(locals_: list[torch.Tensor], lines: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Sum contributions as one vector: on a slow link a message costs more than its bytes."""
+    if not lines:
+        return locals_
     flat = torch.cat([local.reshape(-1) for local in locals_])
-    pending = {axis: p.reduce_op for axis, p in enumerate(specs[0].placements) if isinstance(p, Partial)}
-    spec = make_spec(specs[0].mesh, contiguous_meta(flat.shape, flat.dtype), {}, pending)
-    flat = transition(flat, spec, spec.replicated())
-    parts = flat.split([local.numel() for local in locals_])
+    for group, name in lines:
+        flat = all_reduce(flat, group, axis=name)
+    parts = torch.split_with_sizes(flat, [local.numel() for local in locals_])
     return [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
+
+
+def _sum_rows_recorded(gradient: Any) -> Any:
+    rows = list(range(gradient.ndim - 1))
+    return gradient.sum(rows) if rows else gradient
 
 
 def _sum_rows(gradient: Any) -> Any:
     """Sum a gradient over all dims but the last: that of a bias. No communication, the sum stays pending."""
-    spec = gradient._spec
-    result = _row_sums.get(spec)
-    if result is None:
-        names = tuple(range(spec.ndim))
-        meta = contiguous_meta((spec.tensor_meta.shape[-1],), spec.tensor_meta.dtype)
-        call = Call(torch.ops.aten.sum.dim_IntList, (spec,), {})
-        plan = axis_plan(call, [names], [names[-1:]], linear="each", metas=[meta])
-        assert plan is not None and isinstance(plan.result, ShardTensorSpec) and plan.targets == (spec,)
-        result = _row_sums[spec] = plan.result
     local = gradient._local_tensor
-    # A dimension of a single row is dropped by a view, and no dimension at all means all of them to sum().
-    return wrap(local.sum(tuple(range(local.ndim - 1))) if local.ndim > 1 else local, result)
+    # No dim at all would mean all of them to sum().
+    rows = tuple(range(local.ndim - 1))
+    return wrap(local.sum(rows) if rows else local, _row_sum_layout(gradient._spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_sum_layout(spec: ShardTensorSpec) -> ShardTensorSpec:
+    assert spec.tensor_meta is not None
+    names = tuple(range(spec.ndim))
+    meta = contiguous_meta(spec.tensor_meta.shape[-1:], spec.tensor_meta.dtype)
+    call = Call(torch.ops.aten.sum.dim_IntList, (spec,), {})
+    plan = axis_plan(call, [names], [names[-1:]], linear="each", metas=[meta])
+    assert plan is not None and isinstance(plan.result, ShardTensorSpec) and plan.targets == (spec,)
+    return plan.result
 
 
 def _plan_step(contraction: Contraction, first: Any, second: Any, bias: Any) -> _Step:
@@ -320,4 +346,5 @@ def _remember(key: Any, step: _Step) -> _Step:
 
 
 on_new_world(_steps.clear)
-on_new_world(_row_sums.clear)
+on_new_world(_row_sum_layout.cache_clear)
+on_new_world(_pending_lines.cache_clear)

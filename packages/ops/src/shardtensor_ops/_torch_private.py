@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: 40 ns, against 300 ns to ask for one device."""
 
-requires_grad: Callable[[Any], bool] = torch._C._any_requires_grad
-"""Whether a tensor requires a gradient: 0.1 µs, against 1.5 µs for the attribute of a subclass with ``__torch_function__``."""
+requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+"""Whether any argument is a tensor that requires a gradient: 0.1 µs, against 1.5 µs for the attribute of a subclass with ``__torch_function__``."""
 
 run_below_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Call a function with ``__torch_function__`` of subclasses switched off: ``(func, types, args, kwargs)``."""

@@ -51,8 +51,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """
     if type(input) is not ShardTensor or not takes_as_they_are(weight, bias):
         input, weight, bias = promoted(input, weight, bias)
-    contraction = _contraction(input.ndim, weight.ndim)
-    if bias is not None and (weight.ndim != 2 or bias.shape != weight.shape[:1]):
+    contraction = _contraction(len(input.shape), len(weight.shape))
+    if bias is not None and bias.shape != weight.shape[:-1]:
         return linear(input, weight) + bias  # a bias that broadcasts
     if autocast_is_on():
         return in_autocast_dtype(contract, contraction, input, weight, bias)
@@ -64,7 +64,7 @@ def _contraction(n_input_dims: int, n_weight_dims: int) -> Contraction:
     rows = tuple(range(n_input_dims - 1))
     kernel = torch.nn.functional.linear
     if n_weight_dims == 1:
-        return contraction_of((*rows, "in"), ("in",), rows, kernel)
+        return contraction_of((*rows, "in"), ("in",), rows)
     return contraction_of((*rows, "in"), ("out", "in"), (*rows, "out"), kernel)
 
 

@@ -17,6 +17,7 @@ from shardtensor.extending import Call, Plan, axis_plan, register_function_handl
 
 from ._autocast import autocast_is_on, in_autocast_dtype
 from ._contraction import Contraction, contract, contraction_of, holds_bias, plan_product
+from ._kernels import Names
 from ._operands import promoted, takes_as_they_are
 
 # -- below autograd ---------------------------------------------------------------------------------------------------
@@ -92,11 +93,13 @@ def plan_composite(call: Call) -> Plan | None:
     if _packet(call) == "linear":
         rows = tuple(range(first.ndim - 1))
         out = ("out",) if second.ndim == 2 else ()
-        names: tuple[tuple[Hashable, ...], ...] = ((*rows, "in"), (*out, "in"), (*rows, *out))
+        first_names: Names = (*rows, "in")
+        second_names: Names = (*out, "in")
+        result: Names = (*rows, *out)
     else:
-        names = matmul_names(*shapes)
+        first_names, second_names, result = matmul_names(*shapes)
     bias = rest[0] if rest else None
-    targets, layout = plan_product((first, second), names[:2], names[2], meta, bias, names[2][-1:])
+    targets, layout = plan_product((first, second), (first_names, second_names), result, meta, bias, result[-1:])
     local = None
     if bias is not None and not holds_bias(layout):
         local = _linear_without_bias
@@ -169,7 +172,7 @@ def _matmul_contraction(first: Sequence[int], second: Sequence[int]) -> Contract
     return contraction_of(*matmul_names(first, second), kernel=torch.matmul)
 
 
-def matmul_names(first: Sequence[int], second: Sequence[int]) -> tuple[tuple[Hashable, ...], ...]:
+def matmul_names(first: Sequence[int], second: Sequence[int]) -> tuple[Names, Names, Names]:
     """Name the dims of two operands of matmul and of the result: batch dims by their position from the last."""
     batches = (first[:-2], second[:-2])
     n_batch = max(map(len, batches))
