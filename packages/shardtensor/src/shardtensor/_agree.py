@@ -104,8 +104,33 @@ def describe(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> s
     return f"{what}  {'; '.join(map(describe_placement, placements))} on a mesh of {names} ranks"
 
 
-def require_same(text: str, mesh: DeviceMesh, fault: Exception | None = None) -> None:
+def require_same(
+    text: str,
+    mesh: DeviceMesh,
+    fault: Exception | None = None,
+    *,
+    where: str = "ShardTensor.from_local",
+    payload: Any = None,
+) -> list[Any]:
     """Check that all ranks of the mesh say the same, and that none has a fault.
+
+    Parameters
+    ----------
+    text : str
+        What must be equal everywhere.
+    mesh : DeviceMesh
+        Who has to agree.
+    fault : Exception, optional
+        Why this rank cannot go on. It takes part nevertheless, so that nobody waits for it.
+    where : str
+        The function that the user called.
+    payload : object, optional
+        What the ranks tell each other on this occasion.
+
+    Returns
+    -------
+    list of object, (n_ranks,)
+        Every rank's payload, in the order of the mesh.
 
     Raises
     ------
@@ -118,28 +143,29 @@ def require_same(text: str, mesh: DeviceMesh, fault: Exception | None = None) ->
     Communication: one all-gather of a short text.
     """
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    told = all_gather_objects((text, None if fault is None else _summary(fault)), whole_group(mesh))
-    faulty = [(rank, reason) for rank, (_, reason) in zip(ranks, told, strict=True) if reason is not None]
+    told = all_gather_objects((text, None if fault is None else _summary(fault), payload), whole_group(mesh))
+    texts = [said for said, _, _ in told]
+    faulty = [(rank, reason) for rank, (_, reason, _) in zip(ranks, told, strict=True) if reason is not None]
     if fault is not None:
         raise fault
     if faulty:
         raise LayoutMismatchError(
             f"rank {faulty[0][0]} cannot make its part of the tensor: {faulty[0][1]}",
-            where="ShardTensor.from_local",
-            inputs=[f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, told, strict=True)],
-            advice="call from_local with arguments that fit together on every rank",
+            where=where,
+            inputs=[f"rank {rank}: {said}" for rank, said in zip(ranks, texts, strict=True)],
+            advice="give every rank arguments that fit together",
         )
-    texts = [said for said, _ in told]
     common = Counter(texts).most_common(1)[0][0]
     for rank, said in zip(ranks, texts, strict=True):
         if said != common:
             first = ranks[texts.index(common)]
             raise LayoutMismatchError(
                 f"rank {rank} disagrees with rank {first} about the tensor",
-                where="ShardTensor.from_local",
+                where=where,
                 inputs=[f"rank {first}: {common}", f"rank {rank}: {said}"],
-                advice="call from_local with the same placements, sizes, dtype and number of dims on every rank",
+                advice="give every rank the same placements, sizes, dtype and number of dims",
             )
+    return [carried for _, _, carried in told]
 
 
 def _summary(fault: Exception) -> str:
@@ -150,7 +176,7 @@ _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, t
 
 
 def _record(local: Any, mesh: DeviceMesh, placements: Sequence[Placement], fault: Exception | None) -> torch.Tensor:
-    """Put in a fixed number of integers what the ranks must know of each other: a header that must be equal, and the shard."""
+    """Put what the ranks must know of each other in a fixed number of integers: an equal header, and the shard."""
     numbers = torch.full((_N_HEADER + 2 * _MAX_DIMS,), -1, dtype=torch.int64)
     layout = f"{mesh.mesh.tolist()} {'; '.join(map(describe_placement, placements))}"
     numbers[0] = fault is not None

@@ -8,22 +8,38 @@ import math
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor_spec import forget_old_world, on_new_world
+from shardtensor_spec import LayoutMismatchError, forget_old_world, on_new_world
 
 
 def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i."""
+    """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i.
+
+    Raises
+    ------
+    LayoutMismatchError
+        If the ranks on the line do not ascend: torch sorts the members of a group, so none has them in this order.
+    """
     forget_old_world()  # an equal mesh of another world had other groups
     return _axis_group(mesh, axis)
 
 
 @functools.lru_cache(maxsize=64)
 def _axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutMismatchError(f"this rank is not part of the mesh {mesh}, so it cannot communicate over it")
+    line = mesh.mesh[tuple(slice(None) if other == axis else at for other, at in enumerate(coordinate))]
+    _require_ascending(line.tolist(), mesh)
     return mesh.get_group(axis)
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Group of all ranks of the mesh, in row-major order of their coordinates.
+
+    Raises
+    ------
+    LayoutMismatchError
+        If the ranks do not ascend.
 
     Notes
     -----
@@ -35,12 +51,24 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=64)
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.get_coordinate() is None:
+        raise LayoutMismatchError(f"this rank is not part of the mesh {mesh}, so it cannot communicate over it")
+    _require_ascending(mesh.mesh.flatten().tolist(), mesh)
     if mesh.ndim == 1:
         return mesh.get_group(0)
     if mesh.size() == dist.get_world_size() and mesh.mesh.flatten().tolist() == list(range(mesh.size())):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return mesh._flatten().get_group()
+
+
+def _require_ascending(ranks: list[int], mesh: DeviceMesh) -> None:
+    if ranks != sorted(ranks):
+        raise LayoutMismatchError(
+            f"the ranks {ranks} of the mesh {mesh} do not ascend, but the members of a process group always do, so "
+            "shards would come in another order than the mesh says",
+            advice="build the mesh with ascending ranks, for example with init_device_mesh",
+        )
 
 
 @functools.lru_cache(maxsize=64)
