@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 _FAMILIES = {
+    "shardtensor_ops.activation": """
+        aten.log_sigmoid_forward aten.glu aten.glu_backward aten.rrelu_with_noise aten.rrelu_with_noise_
+        aten.rrelu_with_noise_backward
+    """,
     "shardtensor_ops.conv": """
         torch.nn.functional.conv1d torch.nn.functional.conv2d torch.nn.functional.conv3d
         torch.nn.functional.conv_transpose1d torch.nn.functional.conv_transpose2d torch.nn.functional.conv_transpose3d
@@ -31,7 +35,14 @@ _FAMILIES = {
         aten.sigmoid_backward aten.tanh_backward aten.logit_backward aten.rsub aten.masked_fill aten.masked_fill_
         aten.fill aten.fill_ aten.zero_ aten.isfinite aten.isnan aten.isinf aten.nan_to_num aten.clamp aten.clamp_
         aten.lerp aten.lerp_ aten.addcmul aten.addcmul_ aten.addcdiv aten.addcdiv_ aten.bernoulli
-        aten.native_dropout_backward
+        aten.native_dropout_backward aten.abs_ aten.copysign_ aten.eq_ aten.gcd_ aten.ge_ aten.gelu_ aten.gt_
+        aten.heaviside_ aten.lcm_ aten.le_ aten.lt_ aten.mish_ aten.ne_ aten.threshold_ aten.xlogy_
+    """,
+    "shardtensor_ops.norm": """
+        torch.nn.functional.layer_norm torch.nn.functional.rms_norm torch.nn.functional.group_norm
+        torch.nn.functional.instance_norm torch.nn.functional.batch_norm aten.native_layer_norm
+        aten.native_layer_norm_backward aten._fused_rms_norm aten._fused_rms_norm_backward aten.native_group_norm
+        aten.native_group_norm_backward
     """,
     "shardtensor_ops.reduce": """
         torch.sum torch.Tensor.sum torch.mean torch.Tensor.mean torch.nansum torch.Tensor.nansum torch.nanmean
