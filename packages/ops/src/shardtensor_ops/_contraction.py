@@ -1,8 +1,9 @@
 """Products of two tensors, told by the names of their dims: the common ground of linear, matmul and einsum.
 
-A contraction with its two derivatives is closed: the gradient of ``b k, n k -> b n`` by its first operand is ``b n, n k -> b k``,
-by its second ``b n, b k -> n k``, and so on to any order. So one `torch.autograd.Function` serves them all; its
-layouts follow from `axis_plan`, and a gradient of a plain operand is completed in place, biases together with weights.
+A contraction with its two derivatives is closed: the gradient of ``b k, n k -> b n`` by its first operand is
+``b n, n k -> b k``, by its second ``b n, b k -> n k``, and so on to any order. So one `torch.autograd.Function` serves
+them all; its layouts follow from `axis_plan`, and the gradients of plain operands are completed in it, a bias's
+together with its weight's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ N_CACHED_STEPS = 4096
 class Contraction:
     """Two operands, and the names of their dims and of the result's; None marks a dim of one row that is broadcast.
 
-    Built by `contraction_of`, so equal ones are one object. Every name of an operand is in the other one or in the result.
+    Built by `contraction_of`, so equal ones are one object. Every name of an operand is in the other one or in the
+    result.
 
     Attributes
     ----------

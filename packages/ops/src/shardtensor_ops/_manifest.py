@@ -12,6 +12,13 @@ _FAMILIES = {
         torch.nn.functional.conv_transpose1d torch.nn.functional.conv_transpose2d torch.nn.functional.conv_transpose3d
         torch.convolution
     """,
+    "shardtensor_ops.indexing": """
+        torch.Tensor.__getitem__ torch.select torch.Tensor.select torch.narrow torch.Tensor.narrow torch.diagonal
+        torch.Tensor.diagonal torch.functional.split torch.Tensor.split torch.chunk torch.Tensor.chunk
+        torch.split_with_sizes torch.Tensor.split_with_sizes torch.unsafe_split torch.Tensor.unsafe_split
+        torch.unsafe_chunk torch.Tensor.unsafe_chunk torch.unsafe_split_with_sizes
+        torch.Tensor.unsafe_split_with_sizes torch.unbind torch.Tensor.unbind
+    """,
     "shardtensor_ops.loss": """
         aten.mse_loss aten.mse_loss_backward aten.smooth_l1_loss aten.smooth_l1_loss_backward aten.huber_loss
         aten.huber_loss_backward aten.soft_margin_loss aten.soft_margin_loss_backward aten.binary_cross_entropy
@@ -58,6 +65,9 @@ _FAMILIES = {
         torch.nn.functional.max_pool2d_with_indices torch.nn.functional.avg_pool2d torch.nn.functional.max_pool3d
         torch.max_pool3d torch.nn.functional.max_pool3d_with_indices torch.nn.functional.avg_pool3d
         torch.max_pool1d_with_indices
+    """,
+    "shardtensor_ops.cat": """
+        aten.cat aten.stack
     """,
     "shardtensor_ops.select": """
         aten.slice.Tensor aten.slice_copy.Tensor aten.slice_backward aten.select.int aten.select_copy.int

@@ -1,9 +1,9 @@
 """Losses: every mean divides by the global count, or by the global sum of weights.
 
 Each rank computes with torch's own operator on its rows. A mean over these is weighted by the rank's share of the
-elements, so the contributions add up to the global mean and nothing overflows on the way; the gradient is scaled alike and stays in
-the layout of the input. Where weights are known from the targets only (``nll_loss``), one all-reduce of two numbers brings
-the sums together, and the loss is complete at once.
+elements, so the contributions add up to the global mean and nothing overflows on the way; the gradient is scaled
+alike and stays in the layout of the input. Where weights are known from the targets only (``nll_loss``), one
+all-reduce of two numbers brings the sums together, and the loss is complete at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import torch
 from torch.distributed.tensor import Partial
 
 from shardtensor import ShardTensorSpec
-from shardtensor.extending import Call, Plan, axis_group, axis_name, axis_plan, register_rule, without_partial
+from shardtensor.extending import (
+    Call,
+    Plan,
+    axis_group,
+    axis_name,
+    axis_plan,
+    contiguous_meta,
+    register_rule,
+    without_partial,
+)
 from shardtensor_collectives import all_reduce
 
 from ._naming import broadcast_names, shape_of
@@ -50,7 +59,12 @@ def plan_margin(call: Call) -> Plan | None:
     per_row: list[tuple[Hashable, ...]] = [rows if call.argument("reduction") == _NONE else ()]
     if call.returns_many:
         per_row.append(names[0])
-    return _by_share(call, axis_plan(call, names, per_row, whole=("c",)), rows, names)
+    input = call.specs[0].tensor_meta
+    assert input is not None
+    # Not every one of these operators has a meta kernel.
+    output = contiguous_meta(input.shape[:-1] if per_row[0] else (), input.dtype)
+    metas = [output, contiguous_meta(input.shape, input.dtype)][: len(per_row)]
+    return _by_share(call, axis_plan(call, names, per_row, whole=("c",), metas=metas), rows, names)
 
 
 @register_rule("aten.multi_margin_loss_backward", "aten.multilabel_margin_loss_backward")
@@ -60,7 +74,10 @@ def plan_margin_backward(call: Call) -> Plan | None:
     names = _row_names(others[0].ndim, others)
     rows = names[0][:-1]
     names = [rows if gradient.ndim else (), *names]
-    return _by_share(call, axis_plan(call, names, [names[1]], whole=("c",)), rows, names)
+    input = others[0].tensor_meta
+    assert input is not None
+    metas = [contiguous_meta(input.shape, input.dtype)]
+    return _by_share(call, axis_plan(call, names, [names[1]], whole=("c",), metas=metas), rows, names)
 
 
 def _row_names(n_dims: int, specs: Sequence[ShardTensorSpec]) -> list[tuple[Hashable, ...]]:

@@ -1,7 +1,8 @@
 """Matrix products: ``matmul``, ``einsum``, ``bilinear`` above autograd, the operators they fall into below.
 
-A contracted dim that is sharded gives a pending sum, every other dim keeps its shards, folded ones included. Above autograd
-a product is one operator with a backward of its own, whatever its dims; torch would go through views and ``bmm``.
+A contracted dim that is sharded gives a pending sum, every other dim keeps its shards, folded ones included. Above
+autograd a product is one operator with a backward of its own, whatever its dims; torch would go through views and
+``bmm``.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ def matmul(input: Any, other: Any) -> Any:
 
     Notes
     -----
-    Communication: none if one operand is replicated or both are sharded along dims that correspond. A sharded contracted
-    dim leaves the result pending. Else the smaller operand is brought to the larger one's layout.
+    Communication: none if one operand is replicated or both are sharded along dims that correspond. A sharded
+    contracted dim leaves the result pending. Else the smaller operand is brought to the larger one's layout.
     """
     if not takes_as_they_are(input, other) or not (type(input) is ShardTensor or type(other) is ShardTensor):
         input, other = promoted(input, other)

@@ -2,7 +2,7 @@
 
 A rule gives every dim of every operand and result a *name*, in the spirit of einops: ``mm`` is ``m k, k n -> m n``.
 A sharded name keeps its sizes wherever it goes, operands that share a name are brought to the same sizes, and a name
-that no result has is contracted, so the results are partial sums. See `axis_plan` for the whole of it.
+that a result does not have is contracted, so that result is a partial sum. See `axis_plan` for the whole of it.
 """
 
 from __future__ import annotations
@@ -100,14 +100,17 @@ def axis_plan(
         _target(spec, names, by_name, partial_operands[index])
         for index, (spec, names) in enumerate(zip(specs, operands, strict=True))
     )
-    contracted = {
-        axis: reduce_op
-        for name, chosen in by_name.items()
-        if name not in result_names and reduce_op is not None
-        for axis in chosen.split.axes
-    }
+    def contracted(names: DimNames) -> dict[int, str]:
+        """Axes along which a result is pending: they shard a name that it does not have."""
+        if reduce_op is None:
+            return {}
+        missing = [chosen.split for name, chosen in by_name.items() if name not in names]
+        return {axis: reduce_op for split in missing for axis in split.axes}
+
     layouts = [
-        None if names is None or meta is None else _result(call, meta, names, by_name, partial_results | contracted)
+        None
+        if names is None or meta is None
+        else _result(call, meta, names, by_name, partial_results | contracted(names))
         for names, meta in zip(results, metas, strict=True)
     ]
     final = _moved_home(call, layouts, results, metas, operands, by_name)
