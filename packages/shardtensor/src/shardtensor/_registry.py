@@ -121,19 +121,46 @@ def find_dispatch_handler(op: torch._ops.OpOverload) -> Handler | None:
     """Find the handler of an operator below autograd."""
     for name in (str(op), str(op.overloadpacket)):
         _import_for(name)
-    return _dispatch_handlers.get(op)
+    handler = _dispatch_handlers.get(op)
+    return None if handler is None else _with_visible_errors(handler, str(op))
 
 
 def find_function_handler(function: Callable[..., Any]) -> Handler | None:
     """Find the handler of a Python-level function, by identity and then by name."""
-    if function in _function_handlers:
-        return _function_handlers[function]
-    name = _name_of(function)
-    if name is not None:
-        _import_for(name)
-    if function in _function_handlers:
-        return _function_handlers[function]
-    return _named_function_handlers.get(str(function))
+    handler = _function_handlers.get(function)
+    if handler is None:
+        name = _name_of(function)
+        if name is not None:
+            _import_for(name)
+        handler = _function_handlers.get(function) or _named_function_handlers.get(str(function))
+    if handler is None and isinstance(function, torch._ops.OpOverloadPacket):
+        handler = _named_function_handlers.get(f"{function}.default")
+    if handler is not None and _serves_operator(function):
+        return _with_visible_errors(handler, _name_of(function) or str(function))
+    return handler
+
+
+_BINARY = ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "matmul")
+
+
+def _serves_operator(function: Callable[..., Any]) -> bool:
+    """Whether the function is what Python calls for an operator such as ``+``."""
+    name = getattr(function, "__name__", "")
+    is_operator = name.rstrip("_") in _BINARY or (name.startswith("__") and name.endswith("__"))
+    return is_operator and bool(getattr(torch.Tensor, name, None) == function)
+
+
+def _with_visible_errors(handler: Handler, name: str) -> Handler:
+    """Keep the TypeErrors of a handler from becoming Python's "unsupported operand type(s) for +"."""
+
+    @functools.wraps(handler)
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handler(*args, **kwargs)
+        except TypeError as error:
+            raise RuntimeError(f"the handler of {name} raised TypeError: {error}") from error
+
+    return serve
 
 
 def served_names() -> list[str]:
@@ -143,9 +170,10 @@ def served_names() -> list[str]:
 
 def _name_of(function: Callable[..., Any]) -> str | None:
     try:
-        return resolve_name(function)
+        name: str | None = resolve_name(function)
     except (AttributeError, TypeError):  # what is not from torch has no name there
         return None
+    return name
 
 
 @functools.cache
