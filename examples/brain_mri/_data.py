@@ -1,7 +1,7 @@
 """The MNI152 brain and its tissue maps, read slab by slab from the files inside the ``nilearn`` package.
 
-The maps are stored as bytes on a 1 mm grid. A coarser grid is the mean of cubes of voxels. Those means are kept as whole
-numbers ("levels"), so a slab has exactly the values that the whole volume has there.
+The maps are stored as bytes on a 1 mm grid. A coarser grid is the mean of cubes of voxels. Those means are kept as
+whole numbers ("levels"), so a slab has exactly the values that the whole volume has there.
 """
 
 from __future__ import annotations

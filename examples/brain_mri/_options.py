@@ -106,7 +106,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of AdamW (default 0.05)")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate of AdamW (default 0.03)")
     parser.add_argument(
         "--features",
         type=_whole_numbers,

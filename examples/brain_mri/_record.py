@@ -20,6 +20,8 @@ class Communication:
         Who communicated, how, and over which mesh axis.
     n_calls, bytes_sent, bytes_received : int
         On this rank.
+    largest_bytes : int
+        Most that one of the calls brought to this rank.
     seconds : float
         Time inside the calls, waiting for slower ranks included.
     """
@@ -30,6 +32,7 @@ class Communication:
     n_calls: int
     bytes_sent: int
     bytes_received: int
+    largest_bytes: int
     seconds: float
 
 

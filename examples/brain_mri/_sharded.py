@@ -96,4 +96,5 @@ class ShardedProcesses:
         # Everyone knows everyone's shape, so nothing has to be asked over the network.
         shapes = [(*slab.shape[:dim], rows, *slab.shape[dim + 1 :]) for rows in self._options.rows]
         local = slab.to(self.device, getattr(torch, self._options.dtype))
-        return ShardTensor.from_local(local, self._domain, [Shard(dim)], sharding_shapes={0: shapes})
+        tensor: ShardTensor = ShardTensor.from_local(local, self._domain, [Shard(dim)], sharding_shapes={0: shapes})
+        return tensor

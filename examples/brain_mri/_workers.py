@@ -106,9 +106,7 @@ def choose_device(options: Options, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if not enough:
         n_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise ValueError(
-            f"--device cuda: {launch.local_world_size} process(es) here need a GPU each, but {n_found} found"
-        )
+        raise ValueError(f"--device cuda: {launch.local_world_size} process(es) need a GPU each, {n_found} found")
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     # TF32 keeps 10 bits of a factor: two runs that round at different places would differ by more than the tolerance.

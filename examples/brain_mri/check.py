@@ -1,6 +1,8 @@
 """Assert that a split run is the same training as the single-process one.
 
-python train.py --output one && torchrun --nproc-per-node 2 train.py --split 0.4,0.6 --output two && python check.py one two
+python train.py --output one
+torchrun --nproc-per-node 2 train.py --split 0.4,0.6 --output two
+python check.py one two
 """
 
 from __future__ import annotations
@@ -19,9 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reference", type=Path, help="folder of the single-process run")
     parser.add_argument("run", type=Path, help="folder of the split run")
-    parser.add_argument(
-        "--skip-memory", action="store_true", help="for tiny jobs, where gradients outweigh activations"
-    )
+    parser.add_argument("--skip-memory", action="store_true", help="where a job is too small for the bound")
     arguments = parser.parse_args()
     try:
         checks = compare(load_run(arguments.reference), load_run(arguments.run))
