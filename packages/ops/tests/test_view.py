@@ -46,7 +46,7 @@ def _random_shape(generator: random.Random, n_elements: int) -> tuple[int, ...]:
     return tuple(shape) or (1,)
 
 
-# -- integers -----------------------------------------------------------------------------------------------------------
+# -- integers ---------------------------------------------------------------------------------------------------------
 
 
 def test_groups_are_the_smallest_runs_with_as_many_elements() -> None:
@@ -96,7 +96,7 @@ def test_several_split_dims_of_one_group_find_separate_homes() -> None:
     assert held_by_view((4, 6), (24,), grid).lost == (1,)
 
 
-# -- native views -------------------------------------------------------------------------------------------------------
+# -- native views -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -156,7 +156,7 @@ def test_view_of_a_reduction_that_is_pending_stays_pending() -> None:
         assert view.full_tensor().equal(pending.full_tensor().view(2, 3).t()[None].expand(2, 3, 2))
 
 
-# -- views that move rows -----------------------------------------------------------------------------------------------
+# -- views that move rows ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -264,7 +264,7 @@ def test_nested_shards_are_right_after_the_mesh_is_flattened() -> None:
     assert t.t().full_tensor().equal(x.t())
 
 
-# -- rows of one, rows of none ------------------------------------------------------------------------------------------
+# -- rows of one, rows of none ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(3)
@@ -302,7 +302,7 @@ def test_a_shape_that_does_not_fit_raises_what_torch_raises() -> None:
         t.unsqueeze(4)
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)

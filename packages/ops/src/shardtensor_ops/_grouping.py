@@ -1,13 +1,14 @@
 """How the split of a dim looks after a view: integers only.
 
-A view keeps the row-major order of the elements. It falls apart into *groups*: runs of input dims and of output dims with
-as many elements. Inside a group a split dim is a pattern of the group's flat rows: ``n_repeats`` times the same sizes (see
-`FlatSplit`). An output dim can hold the split if cutting it gives the same pattern. As every rank holds its elements in row-major
-order before and after, its local tensor is then viewed too, and nothing moves.
+A view keeps the row-major order of the elements. It falls apart into *groups*: runs of input dims and of output dims
+with as many elements. Inside a group a split dim is a pattern of the group's flat rows: ``n_repeats`` times the same
+sizes (see `FlatSplit`). An output dim can hold the split if cutting it gives the same pattern. As every rank holds its
+elements in row-major order before and after, its local tensor is then viewed too, and nothing moves.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -153,4 +154,4 @@ def aligned_sizes(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
         nearest = (seen + multiple // 2) // multiple * multiple
         cuts.append(min(max(nearest, cuts[-1]), total))
     cuts[-1] = total
-    return tuple(stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(stop - start for start, stop in itertools.pairwise(cuts))

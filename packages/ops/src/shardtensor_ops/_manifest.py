@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 _FAMILIES = {
+    "shardtensor_ops.adaptive_pool": """
+        torch.nn.functional.adaptive_avg_pool1d torch.nn.functional.adaptive_max_pool1d
+        torch.nn.functional.adaptive_max_pool1d_with_indices torch.nn.functional.adaptive_avg_pool2d
+        torch.nn.functional.adaptive_max_pool2d torch.nn.functional.adaptive_max_pool2d_with_indices
+        torch.nn.functional.adaptive_avg_pool3d torch.nn.functional.adaptive_max_pool3d
+        torch.nn.functional.adaptive_max_pool3d_with_indices torch.adaptive_max_pool1d
+    """,
+    "shardtensor_ops.interpolate": "torch.nn.functional.interpolate",
     "shardtensor_ops.activation": """
         aten.log_sigmoid_forward aten.glu aten.glu_backward aten.rrelu_with_noise aten.rrelu_with_noise_
         aten.rrelu_with_noise_backward
@@ -74,6 +82,9 @@ _FAMILIES = {
         aten.select_backward aten.unbind aten.unbind_copy aten.slice_scatter aten.select_scatter aten.split.Tensor
         aten.split_with_sizes aten.unsafe_split.Tensor aten.unsafe_split_with_sizes aten.diagonal aten.diagonal_copy
         aten.diagonal_backward
+    """,
+    "shardtensor_ops.softmax": """
+        aten._softmax aten._log_softmax aten._safe_softmax aten._softmax_backward_data aten._log_softmax_backward_data
     """,
     "shardtensor_ops.view": """
         aten.view aten._unsafe_view aten._reshape_alias aten.view_copy aten._reshape_copy aten.permute

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from shardtensor import ShardTensorSpec
 
 
@@ -11,6 +13,12 @@ def shape_of(spec: ShardTensorSpec) -> tuple[int, ...]:
     """Global shape of a tensor."""
     assert spec.tensor_meta is not None
     return tuple(spec.tensor_meta.shape)
+
+
+def dtype_of(spec: ShardTensorSpec) -> torch.dtype:
+    """Dtype of a tensor."""
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype
 
 
 def broadcast_names(specs: Sequence[ShardTensorSpec]) -> tuple[list[tuple[int | None, ...]], tuple[int, ...]]:

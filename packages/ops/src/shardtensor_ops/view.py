@@ -2,7 +2,8 @@
 
 An uneven split is kept whenever a dim of the result can hold it, folded if need be: ``[B, S sharded, E]`` seen as
 ``[B * S, E]`` stays where it is. Where none can, the cuts move to the nearest places that the new shape allows, or the
-shards to another dim. A view that moved rows shares no memory with what it is a view of; the engine refuses writes to both.
+shards to another dim. A view that moved rows shares no memory with what it is a view of, so the engine refuses writes
+to both.
 """
 
 from __future__ import annotations
@@ -138,10 +139,10 @@ def plan_squeeze(call: Call) -> Plan | None:
     dropped = sorted(dim for dim in chosen if dim < spec.ndim and shape[dim] == 1)
     if any(dim in spec.grid for dim in dropped):
         return plan_reshape(call)  # one rank holds the row: another dim holds that instead
-    backwards = dropped[::-1]
+    dropped_dims = tuple(dropped)
 
     def squeeze(local: torch.Tensor, *arguments: object) -> torch.Tensor:
-        return torch.ops.aten.squeeze.dims(local, backwards)
+        return local.squeeze(dropped_dims)
 
     return relabel_plan(call, [dim for dim in range(spec.ndim) if dim not in dropped], squeeze)
 
