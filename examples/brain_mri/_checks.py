@@ -117,7 +117,7 @@ def _weights_agree(reference: Run, run: Run, bound: float) -> Check:
 def _no_gather(run: Run) -> Check:
     features = run.record.job["features"]
     assert isinstance(features, list)
-    # Norms may gather the statistics of every channel (count, mean, spread) from every rank; nothing else may be gathered.
+    # Norms may gather the statistics of every channel (count, mean, spread) from every rank, and nothing else.
     statistics = N_STATISTICS * 8 * max(features) * (len(run.record.rows) - 1)
     gathers = [row for rank in run.ranks for row in rank.communication if "gather" in row.collective]
     large = {f"{row.operator} ({row.largest_bytes:,} bytes)" for row in gathers if row.largest_bytes > statistics}

@@ -54,8 +54,9 @@ def draw_losses(reference: Run, run: Run, path: Path) -> None:
     left.plot(steps, run.record.losses, "o", color=ACCENT, markersize=4.5, label=f"{len(run.ranks)} ranks")
     left.set(title="Loss", xlabel="step", ylim=(0, None))
     left.legend()
-    tolerance = LOSS_TOLERANCE[str(run.record.job["dtype"])]
-    floor = 1e-17  # an exact agreement has no place on a logarithmic axis
+    dtype = str(run.record.job["dtype"])
+    tolerance = LOSS_TOLERANCE[dtype]
+    floor = {"float32": 2e-8, "float64": 2e-17}[dtype]  # exact agreement has no place on a logarithmic axis
     differences = [max(difference, floor) for difference in loss_differences(reference, run)]
     right.semilogy(steps, differences, "o-", color=SPLIT, markersize=4, linewidth=1.2)
     right.axhline(tolerance, color=ACCENT, linestyle="--", linewidth=1.2)
