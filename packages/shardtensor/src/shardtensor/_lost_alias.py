@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from shardtensor_spec import UnsupportedShardingError
 
+from ._torch_private import StorageWeakRef
+
 _first_copy_callbacks: list[Callable[[], None]] = []
 _any_copied = False
+_partners: dict[StorageWeakRef, list[StorageWeakRef]] = {}
+"""Memory of a shard -> the memory of other shards that a program takes for the same."""
 
 
 def on_first_copied_view(forget: Callable[[], None]) -> None:
@@ -22,20 +25,24 @@ def any_copied_views() -> bool:
     return _any_copied
 
 
-def _root(tensor: Any) -> Any:
-    return tensor._base if tensor._is_view() else tensor
-
-
 def remember_copied_view(base: Any, view: Any) -> None:
-    """Note that ``view`` holds a copy of rows of ``base``, not the rows themselves."""
+    """Note that ``view`` holds a copy of rows of ``base``, not the rows themselves.
+
+    Memory is what counts, not the two tensors: their detached aliases must not be written to either.
+    """
     global _any_copied
+    first, second = _memory(base), _memory(view)
+    if first == second:  # the base is whole on every rank, so its view is a view
+        return
     if not _any_copied:
         _any_copied = True
         for forget in _first_copy_callbacks:
             forget()
-    root = _root(base)
-    alive = [reference for reference in root.__dict__.get("_copied_views", ()) if reference() is not None]
-    root.__dict__["_copied_views"] = [*alive, weakref.ref(view)]
+    for memory in [memory for memory in _partners if memory.expired()]:
+        del _partners[memory]
+    for memory, partner in ((first, second), (second, first)):
+        alive = [other for other in _partners.get(memory, ()) if not other.expired()]
+        _partners[memory] = [*alive, partner]
 
 
 def check_may_write(tensor: Any, operator: str) -> None:
@@ -44,10 +51,11 @@ def check_may_write(tensor: Any, operator: str) -> None:
     Raises
     ------
     UnsupportedShardingError
-        If the tensor, or one that shares memory with it, is alive as a copy.
+        If the tensor shares its memory with a copied view, or with what one is a copy of, and the other is in use.
     """
-    copied = _root(tensor).__dict__.get("_copied_views")
-    if copied and any(reference() is not None for reference in copied):
+    if not _any_copied:
+        return
+    if any(not other.expired() for other in _partners.get(_memory(tensor), ())):
         raise UnsupportedShardingError(
             "a view of this tensor cannot share its memory under this sharding and was copied, so a write would reach "
             "only one of the two",
@@ -55,3 +63,7 @@ def check_may_write(tensor: Any, operator: str) -> None:
             inputs=[tensor._spec.describe()],
             advice="write before taking the view, or use the out-of-place operator",
         )
+
+
+def _memory(tensor: Any) -> StorageWeakRef:
+    return StorageWeakRef(tensor._local_tensor.untyped_storage())

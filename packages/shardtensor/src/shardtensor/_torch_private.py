@@ -2,7 +2,7 @@
 
 `make_wrapper` is the constructor of wrapper subclasses that DTensor uses (0.8 µs against 2.7 µs for
 ``_make_wrapper_subclass``); `run_below_torch_function` calls a function with ``__torch_function__`` of subclasses
-switched off (a context manager costs 1 µs more); `outside_modes` hides meta computations from fake, proxy and
+switched off (a context manager costs 1 µs more); `StorageWeakRef` tells whether memory is still in use; `outside_modes` hides meta computations from fake, proxy and
 functional modes while ``torch.compile`` traces.
 """
 
@@ -16,15 +16,33 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 make_wrapper: Callable[..., Any] = torch.Tensor._dtensor__new__
 run_below_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` without what it does for functorch and for dead wrappers: 5.5 µs against 9.2 µs a call.
+
+    Parameters
+    ----------
+    function : type
+        A subclass of ``torch.autograd.Function`` without ``setup_context``, called outside of ``torch.func`` transforms
+        or with operands that no transform has wrapped.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 __all__ = [
+    "StorageWeakRef",
     "TensorMeta",
     "below_has_torch_function",
     "current_mesh",
+    "direct_apply",
     "make_wrapper",
     "outside_modes",
     "run_below_torch_function",
