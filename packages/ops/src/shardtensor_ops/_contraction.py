@@ -23,6 +23,7 @@ from shardtensor.extending import (
     axis_name,
     axis_plan,
     contiguous_meta,
+    direct_apply,
     meta_of,
     replicated_spec,
     run_on_meta,
@@ -106,7 +107,7 @@ def contract(contraction: Contraction, first: Any, second: Any, bias: Any = None
     both along names that they share. In backward one all-reduce for the plain operands that need a gradient.
     """
     if torch.is_grad_enabled() and requires_grad(first, second, bias):
-        return _Contract.apply(contraction, first, second, bias)
+        return _apply(contraction, first, second, bias)
     return contract_below_autograd(contraction, first, second, bias)
 
 
@@ -172,6 +173,9 @@ class _Contract(torch.autograd.Function):
             for_bias = _sum_rows_recorded(gradient) if is_recorded else _sum_rows(gradient)
         plain = (type(first) is not ShardTensor, type(second) is not ShardTensor, ctx.bias_is_plain)
         return None, *_completed((for_first, for_second, for_bias), plain, is_recorded)
+
+
+_apply = direct_apply(_Contract)
 
 
 def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: bool) -> Sequence[Any]:

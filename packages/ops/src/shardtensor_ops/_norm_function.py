@@ -6,14 +6,15 @@ bias are still contributions. Weights may be plain tensors, which get plain and 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardtensor import ShardTensor, ShardTensorSpec
-from shardtensor.extending import TensorMeta, contiguous_meta, make_spec, promote, transition, wrap
-from shardtensor_spec import DimSplit, chunk_sizes
+from shardtensor.extending import TensorMeta, contiguous_meta, direct_apply, make_spec, promote, transition, wrap
+from shardtensor_spec import DimSplit, chunk_sizes, on_new_world
 
 from ._linear import brought_to
 from ._operands import promoted, takes_as_they_are
@@ -85,7 +86,7 @@ def normalize(norm: Norm, operand: Any, weight: Any, bias: Any, eps: float) -> A
     if bias is not None:
         bias = _parameter(norm, bias)
     if torch.is_grad_enabled() and requires_grad(operand, weight, bias):
-        return _Normalize.apply(operand, weight, bias, norm, eps)
+        return _apply(operand, weight, bias, norm, eps)
     return wrap(norm.forward(operand._local_tensor, _local(weight), _local(bias), eps)[0], norm.result)
 
 
@@ -132,6 +133,9 @@ class _Normalize(torch.autograd.Function):
         return wrapped, of_weight, of_bias, None, None
 
 
+_apply = direct_apply(_Normalize)
+
+
 def _finished(norm: Norm, of_weight: Any, weight_kind: type, of_bias: Any, bias_kind: type) -> tuple[Any, Any]:
     """Give plain parameters their complete gradients, in one collective, and wrap those of ShardTensors."""
     plain = [
@@ -155,12 +159,24 @@ def _finished(norm: Norm, of_weight: Any, weight_kind: type, of_bias: Any, bias_
 
 
 def _contribution(norm: Norm, local: Tensor) -> Any:
+    try:
+        layout = _contribution_layout(norm, local.shape, local.dtype)
+    except TypeError:  # a symbolic size cannot be hashed
+        layout = _contribution_layout.__wrapped__(norm, local.shape, local.dtype)
+    return wrap(local, layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _contribution_layout(norm: Norm, shape: torch.Size, dtype: torch.dtype) -> ShardTensorSpec:
     pending = {axis: "sum" for axis in norm.parameter_sum.axes}
     if norm.parameter is None:
-        return wrap(local, make_spec(norm.operand.mesh, contiguous_meta(local.shape, local.dtype), {}, pending))
+        return make_spec(norm.operand.mesh, contiguous_meta(shape, dtype), {}, pending)
     assert norm.parameter.tensor_meta is not None
-    meta = contiguous_meta(norm.parameter.tensor_meta.shape, local.dtype)
-    return wrap(local, make_spec(norm.operand.mesh, meta, norm.parameter.grid, pending))
+    meta = contiguous_meta(norm.parameter.tensor_meta.shape, dtype)
+    return make_spec(norm.operand.mesh, meta, norm.parameter.grid, pending)
+
+
+on_new_world(_contribution_layout.cache_clear)
 
 
 def _of_kind(gradient: Any, kind: type) -> Any:

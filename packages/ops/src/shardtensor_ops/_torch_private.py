@@ -23,4 +23,17 @@ run_below_torch_function: Callable[..., Any] = torch._C._disabled_torch_function
 below_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is switched off."""
 
-__all__ = ["autocast_is_on", "below_torch_function", "outside_modes", "requires_grad", "run_below_torch_function"]
+
+def is_accumulation(node: Any) -> bool:
+    """Whether a node of the graph stores a gradient in a leaf."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+__all__ = [
+    "autocast_is_on",
+    "below_torch_function",
+    "is_accumulation",
+    "outside_modes",
+    "requires_grad",
+    "run_below_torch_function",
+]

@@ -17,7 +17,7 @@ from shardtensor_spec import LayoutMismatchError, ShardTensorSpec, describe_plac
 
 from . import _tensor
 from ._layout import replicated_spec
-from ._torch_private import make_wrapper
+from ._torch_private import direct_apply, make_wrapper
 from ._transition import transition
 
 logger = logging.getLogger("shardtensor")
@@ -78,6 +78,9 @@ class _Promote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor, None]:
         return (_Complete.apply(gradient) if torch.is_grad_enabled() else _complete(gradient)), None
+
+
+_apply_promote = direct_apply(_Promote)
 
 
 class _Complete(torch.autograd.Function):
@@ -147,7 +150,7 @@ def promote(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     check_may_promote(tensor, mesh)
     spec = replicated_spec(tensor, mesh)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Promote.apply(tensor, spec)
+        return _apply_promote(tensor, spec)
     return make_wrapper(_tensor.ShardTensor, tensor.detach(), spec, requires_grad=False)
 
 

@@ -16,7 +16,7 @@ from ._layout import contiguous_meta, make_spec, meta_of, placements_of, replica
 from ._plan import Call, Plan, PlanKind, Result, Rule, run_on_meta
 from ._promotion import promote
 from ._registry import register_dispatch_handler, register_function_handler, register_rule
-from ._torch_private import TensorMeta
+from ._torch_private import TensorMeta, direct_apply
 from ._transition import transition
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "axis_name",
     "axis_plan",
     "contiguous_meta",
+    "direct_apply",
     "dispatch",
     "make_spec",
     "meta_of",
