@@ -15,7 +15,18 @@ from shardtensor_spec import ShardTensorSpec, on_new_world
 from ._conv_local import LocalConvolution, Strip, strips_of
 from ._halo import Halo, halo_of
 from ._meta import meta_like, meta_of_call
-from ._window import DimWindows, Rows, Window, dim_windows, is_alone, own_rows, shard_of, split_of, window_of, with_sizes
+from ._window import (
+    DimWindows,
+    Rows,
+    Window,
+    dim_windows,
+    is_alone,
+    own_rows,
+    shard_of,
+    split_of,
+    window_of,
+    with_sizes,
+)
 
 
 class Geometry(NamedTuple):

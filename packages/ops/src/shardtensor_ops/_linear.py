@@ -108,7 +108,7 @@ class _Adjoint(torch.autograd.Function):
         local = gradient._local_tensor
         with operator_range(f"{operator.name} backward"):
             result = operator.adjoint(local)
-        return in_layout(result.detach() if result is local else result, operator.source)
+        return in_layout(result.detach() if result is local else result, without_partial(operator.source))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:

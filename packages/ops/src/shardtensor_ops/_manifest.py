@@ -20,6 +20,9 @@ _FAMILIES = {
         torch.nn.functional.conv_transpose1d torch.nn.functional.conv_transpose2d torch.nn.functional.conv_transpose3d
         torch.convolution
     """,
+    "shardtensor_ops.embedding": """
+        aten.embedding aten.embedding_dense_backward aten.index_select torch.index_select torch.Tensor.index_select
+    """,
     "shardtensor_ops.indexing": """
         torch.Tensor.__getitem__ torch.select torch.Tensor.select torch.narrow torch.Tensor.narrow torch.diagonal
         torch.Tensor.diagonal torch.functional.split torch.Tensor.split torch.chunk torch.Tensor.chunk
@@ -76,6 +79,10 @@ _FAMILIES = {
     """,
     "shardtensor_ops.cat": """
         aten.cat aten.stack
+    """,
+    "shardtensor_ops.roll": """
+        aten.roll aten.flip aten.repeat aten.rot90 aten.pixel_shuffle aten.pixel_unshuffle aten.channel_shuffle
+        aten.native_channel_shuffle
     """,
     "shardtensor_ops.select": """
         aten.slice.Tensor aten.slice_copy.Tensor aten.slice_backward aten.select.int aten.select_copy.int

@@ -40,6 +40,8 @@ class PoolingPlan:
         Shape of this rank's result.
     counts : tuple of tuple of int, (n_spatial, n_local)
         For an average, the rows that each output row of this rank averages over along each dim; their product is the divisor.
+    output_size : tuple of int, (n_spatial,), optional
+        For an adaptive pooling of whole dims, which has no kernel.
     """
 
     n_spatial: int
@@ -55,6 +57,7 @@ class PoolingPlan:
     window_start: tuple[int, ...]
     shape: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
+    output_size: tuple[int, ...] | None = None
 
     @property
     def global_extents(self) -> tuple[int, ...]:
@@ -229,6 +232,10 @@ def find_maxima(plan: PoolingPlan, window: torch.Tensor) -> tuple[torch.Tensor, 
     """Maxima and their places in the flattened window."""
     if 0 in plan.shape:
         return window.new_empty(plan.shape), window.new_empty(plan.shape, dtype=torch.int64)
+    if plan.output_size is not None:
+        adapt = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[plan.n_spatial - 1]
+        found: tuple[torch.Tensor, torch.Tensor] = adapt(window, plan.output_size, return_indices=True)
+        return found
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[plan.n_spatial - 1]
     values, places = pool(
         window, plan.kernel, plan.stride, plan.padding, plan.dilation, plan.ceil_mode, return_indices=True

@@ -1,4 +1,4 @@
-"""Max and average pooling of 1 to 3 dims on any split; adaptive pooling in terms of the whole tensor.
+"""Max and average pooling of 1 to 3 dims on any split.
 
 Output rows belong to the rank that owns the middle of their window (`_window`). What is outside of the tensor is -inf for a maximum
 and 0 for an average, whose divisor follows from global coordinates. Indices of maxima are those of the whole tensor.
@@ -89,6 +89,11 @@ class _Pick(torch.autograd.Function):
         return _Spread.apply(brought_to(gradient, ctx.plan.result), places, ctx.plan, ctx.name), None, None, None
 
 
+def max_pool(x: Any, plan: PoolingPlan, name: str, with_indices: bool) -> Any:
+    """Pool a ShardTensor in the layout of the plan; return maxima, and their places if asked for."""
+    return _MaxPool.apply(x, plan, name, with_indices)
+
+
 def _lowest(dtype: torch.dtype) -> float:
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
@@ -117,7 +122,7 @@ def _max_pool(n_spatial: int, is_pair: bool, returns_pair: bool, args: tuple[Any
             dilations,
             ceil_mode,
         )
-        return _MaxPool.apply(x, plan, name, returns_pair or (is_pair and return_indices))
+        return max_pool(x, plan, name, returns_pair or (is_pair and return_indices))
 
     return call(*args, **kwargs)
 
