@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardtensor_spec import LayoutMismatchError, ShardTensorSpec, chunk_grid, normalized_placements
 
-from . import _tensor
+from . import _debug, _tensor
 from ._layout import without_partial
 from ._torch_private import TensorMeta, make_wrapper
 from ._transition import transition
@@ -66,6 +66,8 @@ class Redistribute(torch.autograd.Function):
 def redistribute_below_autograd(tensor: Any, target: ShardTensorSpec) -> Any:
     """Bring a ShardTensor to a layout, keeping its own stride order and dtype."""
     source = tensor._spec
+    if _debug.enabled:
+        _debug.check_agreement("redistribute", (tensor, target), source.mesh)
     target = target.with_meta(source.tensor_meta)
     local = transition(tensor._local_tensor, source, target)
     if local is tensor._local_tensor:

@@ -18,8 +18,7 @@ import torch
 from shardtensor_collectives import operator_range
 from shardtensor_spec import LayoutMismatchError, ShardTensorError, ShardTensorSpec, on_new_world
 
-from . import _tensor
-from ._debug import check_agreement, debug_enabled
+from . import _debug, _tensor
 from ._fallback_mode import report_gather
 from ._layout import meta_of, replicated_spec, without_partial
 from ._lost_alias import any_copied_views, check_may_write, on_first_copied_view, remember_copied_view
@@ -38,7 +37,6 @@ _direct: dict[Key, tuple[Callable[..., Any], ShardTensorSpec | None]] = {}
 """Key -> what to call on the local tensors, and the layout of the result (None: the operator wrote to its first operand)."""
 _plans: dict[Key, Plan] = {}
 _handlers: dict[Any, Handler | None] = {}
-_debug = debug_enabled()
 
 
 def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -83,6 +81,8 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
 
 
 def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _debug.enabled:  # before anything that one rank alone could raise
+        _debug.check_agreement(str(op), (args, kwargs), _mesh_of(op, args, kwargs))
     handler = _handlers[op] if op in _handlers else _handlers.setdefault(op, find_dispatch_handler(op))
     if handler is not None:
         mesh = _mesh_of(op, args, kwargs)
@@ -123,7 +123,7 @@ def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict
     operands = _operands(args) + _operands(kwargs)
     writes = schema_writes(op)
     is_direct = (
-        not _debug
+        not _debug.enabled
         and plan.kind != "gather"
         and not plan.replaced
         and plan.final is None
@@ -154,8 +154,6 @@ def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for operand in operands:
         if not isinstance(operand, ShardTensor):
             _check_plain_operand(operand, op, mesh)
-    if _debug:
-        _check_ranks_agree(op, args, kwargs, operands, mesh)
     with operator_range(str(op)):
         if plan.kind == "gather":
             report_gather(str(op), tuple(t._spec for t in operands if isinstance(t, ShardTensor)))
@@ -252,13 +250,6 @@ def _check_plain_operand(tensor: torch.Tensor, op: Any, mesh: Any) -> None:
             where=str(op),
             advice="make it a ShardTensor first, e.g. ShardTensor.from_local(tensor, mesh, [Replicate()])",
         )
-
-
-def _check_ranks_agree(op: Any, args: Any, kwargs: Any, operands: list[Any], mesh: Any) -> None:
-    described = [t._spec.describe() for t in operands if isinstance(t, ShardTensor)]
-    statics = [repr(v) for v in (*args, *kwargs.values()) if not isinstance(v, (torch.Tensor, list, tuple))]
-    plain = [t for t in operands if not isinstance(t, ShardTensor)]
-    check_agreement(str(op), "; ".join(described + statics), plain, mesh)
 
 
 def _mesh_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

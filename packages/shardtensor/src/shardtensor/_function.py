@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtensor_spec import on_new_world
 
-from . import _tensor
+from . import _debug, _tensor
 from ._promotion import promote, promote_all
 from ._registry import Handler, find_function_handler, on_registration, takes_plain_operands
 from ._torch_private import below_has_torch_function, run_below_torch_function
@@ -62,7 +62,8 @@ def torch_function(func: Callable[..., Any], types: Any, args: tuple[Any, ...], 
 def _find(func: Callable[..., Any]) -> Handler | None:
     handler = find_function_handler(func)
     if handler is not None:
-        return handler if takes_plain_operands(func) else _with_promotion(handler)
+        served = handler if takes_plain_operands(func) else _with_promotion(handler)
+        return _with_check(served) if _debug.enabled else served
     below = below_has_torch_function(func)
     if func in _ON_OBJECTS:
         return _as_it_is(below)
@@ -77,6 +78,18 @@ def _with_promotion(handler: Handler) -> Handler:
         return handler(func, types, args, kwargs)
 
     return serve
+
+
+def _with_check(serve: Handler) -> Handler:
+    """Let all ranks compare the call first, for ``SHARDTENSOR_DEBUG``."""
+
+    def check_and_serve(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = _first_mesh(args, kwargs)
+        if mesh is not None:
+            _debug.check_agreement(torch.overrides.resolve_name(func) or str(func), (args, kwargs), mesh)
+        return serve(func, types, args, kwargs)
+
+    return check_and_serve
 
 
 def _as_it_is(below: Callable[..., Any] | None) -> Handler:
