@@ -87,7 +87,7 @@ def test_weights_that_are_shardtensors() -> None:
     mesh = _mesh(3)
     whole = Layout((Replicate(),))
     for function, (x, *parameters) in _row_cases() + _channel_cases()[:-1]:
-        for dim in range(3):
+        for dim in (1, 2):
             for weight_layout in (whole, Layout((Shard(0),))):
                 layouts = [Layout((Shard(dim),)), *[weight_layout] * len(parameters)]
                 check_op(function, x, *parameters, mesh=mesh, layouts=layouts, tolerance=1e-9)

@@ -50,9 +50,11 @@ DIFFERENTIABLE = {
 def test_differentiable_reductions_over_any_dims() -> None:
     mesh = _mesh(_world())
     x = torch.randn(5, 3, 2, dtype=torch.float64)
-    for layout in layouts_of(x.shape, mesh, dims=(0, 1)):
-        for name, function in DIFFERENTIABLE.items():
-            for dims, keepdim in [((0,), False), ((0, 2), True), ((1, -1), False), ((0, 1, 2), False)]:
+    forms = [((0,), False), ((0, 2), True), ((1, -1), False), ((0, 1, 2), False)]
+    for index, layout in enumerate(layouts_of(x.shape, mesh, dims=(0, 1))):
+        for offset, function in enumerate(DIFFERENTIABLE.values()):
+            # Two forms each, other ones for every pair of layout and function: all of them would take minutes.
+            for dims, keepdim in (forms[(index + offset) % 4], forms[(index + offset + 2) % 4]):
                 check_op(
                     lambda t, f=function, d=dims, k=keepdim: f(t, dim=d, keepdim=k),
                     x,
@@ -60,8 +62,6 @@ def test_differentiable_reductions_over_any_dims() -> None:
                     layouts=[layout],
                     fallback="error",
                 )
-            if name not in ("logsumexp",):
-                check_op(function, x, mesh=mesh, layouts=[layout], fallback="error")
 
 
 @pytest.mark.ranks(1, 3)
@@ -87,7 +87,7 @@ def test_forms_of_a_call() -> None:
         lambda t: torch.std_mean(t, (0, 1), correction=0),
         lambda t: t.norm(),
         lambda t: t.norm(dim=0),
-        lambda t: torch.linalg.norm(t[..., 0]) if False else torch.linalg.vector_norm(t, 3, 0),
+        lambda t: torch.linalg.vector_norm(t, 3, 0),
         lambda t: torch.linalg.vector_norm(t, 1.5),
         lambda t: torch.linalg.vector_norm(t, 1, 0),
         lambda t: torch.linalg.vector_norm(t, math.inf, (0, 1)),
@@ -109,7 +109,7 @@ def test_forms_of_a_call() -> None:
         lambda t: t.logsumexp(0),
         lambda t: torch.logsumexp(t, (0, 1), keepdim=True),
     ]
-    for layout in layouts_of(x.shape, mesh, dims=(0, 1)):
+    for layout in layouts_of(x.shape, mesh, dims=(0, 1))[::2]:
         for form in forms:
             check_op(form, x, mesh=mesh, layouts=[layout], fallback="silent", tolerance=1e-6)
 
@@ -331,7 +331,7 @@ def test_two_dimensional_mesh() -> None:
             lambda t: t.mean(0),
             lambda t: t.sum((0, 2)),
             lambda t: t.std((0, 1)),
-            lambda t: t.var_mean(1) if hasattr(t, "var_mean") else torch.var_mean(t, 1),
+            lambda t: torch.var_mean(t, 1),
             lambda t: t.max(1).values,
             lambda t: t.amin((0, 1)),
             lambda t: torch.linalg.vector_norm(t, 2, (0, 1)),

@@ -1,8 +1,8 @@
-"""Group, instance and batch norm: statistics per channel or group of channels, over space (and batch) that may be sharded.
+"""Group, instance and batch norm: statistics per channel or group, over space (and batch) that may be sharded.
 
 The local passes are torch's own batch-norm kernels, which read an activation once and write it once: statistics
-(``batch_norm_update_stats``), application (batch norm in evaluation with the merged statistics) and the sums of the backward pass.
-So memory is that of torch's norms: the operand, a result, and two numbers per channel.
+(``batch_norm_update_stats``), application (batch norm in evaluation with the merged statistics) and the sums of the
+backward pass. So memory is that of torch's norms: the operand, a result, and two numbers per channel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The largest or smallest along one dim, with its global position: rule, and the gradient of the values.
 
-The gradient of the values goes to the rows that they came from: every rank writes those that it holds into zeros of its own
-shape. torch's own formula makes zeros of global shape.
+The gradient of the values goes to the rows that they came from: every rank writes those that it holds into zeros of
+its own shape. torch's own formula makes zeros of global shape.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def plan_argument(call: Call) -> Plan | None:
 
 
 def _local_argument(reduction: Reduction, local: Tensor, dim: int | None, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the extreme of this rank's shard, and its global position: the row, or the flat index if ``dim`` is None."""
+    """Extreme of this rank's shard, and its global position: the row, or the flat index if ``dim`` is None."""
     spec, keepdim = reduction.spec, reduction.keepdim
     shape = reduction.shape_after(local.shape)
     if local.numel() == 0:

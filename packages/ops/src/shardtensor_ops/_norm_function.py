@@ -1,7 +1,8 @@
 """Normalisation with the statistics merged over ranks, as one autograd function for every kind of norm.
 
-A `Norm` knows how one kind of norm runs on this rank's shard for one layout: forward, backward, and where the gradients of weight and
-bias are still contributions. Weights may be plain tensors, which get plain and complete gradients.
+A `Norm` knows how one kind of norm runs on this rank's shard for one layout: forward, backward, and where the
+gradients of weight and bias are still contributions. Weights may be plain tensors, which get plain and complete
+gradients.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Norm(Protocol):
     result: ShardTensorSpec
     parameter: ShardTensorSpec | None
     parameter_sum: RankMerge
+
+    def __hash__(self) -> int: ...
 
     def forward(self, local: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Saved]:
         """Return the local result and the statistics to save."""
@@ -167,7 +170,7 @@ def _contribution(norm: Norm, local: Tensor) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _contribution_layout(norm: Norm, shape: torch.Size, dtype: torch.dtype) -> ShardTensorSpec:
+def _contribution_layout(norm: Any, shape: torch.Size, dtype: torch.dtype) -> ShardTensorSpec:
     pending = {axis: "sum" for axis in norm.parameter_sum.axes}
     if norm.parameter is None:
         return make_spec(norm.operand.mesh, contiguous_meta(shape, dtype), {}, pending)
@@ -193,17 +196,14 @@ def _with_dtype(spec: ShardTensorSpec, local: Tensor) -> ShardTensorSpec:
 
 
 def as_operands(operand: Any, *parameters: Any) -> tuple[Any, ...]:
-    """Promote what cannot be taken as it is: DTensors, a plain operand, and plain parameters where mixing is not silent."""
+    """Promote what cannot be taken as it is: DTensors, a plain operand, plain parameters where mixing is not silent."""
     if type(operand) is ShardTensor and takes_as_they_are(*parameters):
         return (operand, *parameters)
     return promoted(operand, *parameters)
 
 
 def settled_layout(spec: ShardTensorSpec, whole: dict[int, int]) -> ShardTensorSpec:
-    """Layout to bring an operand to: pending sums done, folds undone, dims in ``whole`` cut at multiples of the number there.
-
-    Contiguous, since local kernels flatten dims.
-    """
+    """Layout to bring an operand to: pending sums done, folds undone, dims in ``whole`` cut at multiples."""
     assert spec.tensor_meta is not None
     shape = spec.tensor_meta.shape
     grid = {}

@@ -1,7 +1,8 @@
 """Products above autograd: of the shards first, then of what the ranks found.
 
-torch's own gradient of a product asks for the zeros of the whole tensor. The gradient of the shards' products is local, and the
-product over the ranks is one of a small replicated tensor; autograd differentiates both again, zeros included.
+torch's own gradient of a product asks for the zeros of the whole tensor. The gradient of the shards' products is
+local, and the product over the ranks is one of a small replicated tensor; autograd differentiates both again, zeros
+included.
 """
 
 from __future__ import annotations

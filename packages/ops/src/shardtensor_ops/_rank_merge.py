@@ -1,4 +1,4 @@
-"""Merging what the ranks found in their shards: sums, extremes and moments over the mesh axes that a reduction crosses."""
+"""Merging what the ranks found in their shards: sums, extremes and moments over the axes that a reduction crosses."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def merged_moments(merge: RankMerge, mean: Tensor, squares: Tensor, counts: Sequ
 
     Notes
     -----
-    Communication: one all-gather of both. Where its result would outgrow the two by more than sixteen times and 64 KiB, two
-    all-reduces.
+    Communication: one all-gather of both. Where its result would outgrow the two by more than sixteen times and
+    64 KiB, two all-reduces.
 
     References
     ----------
@@ -164,14 +164,15 @@ def from_order_key(keys: Tensor, largest: bool, dtype: torch.dtype) -> Tensor:
     """Undo `order_key`."""
     if not dtype.is_floating_point:
         return keys if largest else ~keys
-    values = _flipped(keys).view(dtype)
+    values: Tensor = _flipped(keys).view(dtype)
     return values if largest else 0.0 - values
 
 
 def _flipped(bits: Tensor) -> Tensor:
     """Reverse the order of negative numbers: their bits grow with the magnitude. Its own inverse."""
     n_bits = 8 * bits.element_size()
-    return bits ^ ((bits >> (n_bits - 1)) & (2 ** (n_bits - 1) - 1))
+    flipped: Tensor = bits ^ ((bits >> (n_bits - 1)) & (2 ** (n_bits - 1) - 1))
+    return flipped
 
 
 def order_identity(dtype: torch.dtype, largest: bool) -> float | int | bool:

@@ -95,8 +95,8 @@ def reduction_plan(
     linear : {"no", "each"}
         Whether a pending sum of the operand stays pending.
     serves_empty : bool
-        Whether ``local`` also stands in where only dims that are kept are sharded and some shard is empty, because the operator
-        itself is not silent about empty tensors.
+        Whether ``local`` also stands in where only dims that are kept are sharded and some shard is empty, because the
+        operator itself is not silent about empty tensors.
     """
     if len(call.specs) != 1:  # an out= form
         return None
@@ -118,7 +118,7 @@ def reduction_plan(
 
 
 def check_not_empty(call: Call, dims: tuple[int, ...]) -> None:
-    """Let torch raise its own error for an operator that has no answer for no elements; its meta kernels do not check."""
+    """Let torch raise its own error where it has no answer for no elements; its meta kernels do not check."""
     (spec, *_) = call.specs
     shape = shape_of(spec)
     if any(shape[dim] == 0 for dim in dims):

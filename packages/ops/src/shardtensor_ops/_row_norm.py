@@ -13,7 +13,7 @@ from shardtensor import ShardTensorSpec
 from shardtensor.extending import contiguous_meta, make_spec
 
 from ._naming import shape_of
-from ._norm_function import Saved, merge_over, metas_like, settled_layout
+from ._norm_function import Norm, Saved, merge_over, metas_like, settled_layout
 from ._rank_merge import accumulation_dtype, merged_moments
 
 aten = torch.ops.aten
@@ -220,7 +220,7 @@ def _is_plain(spec: ShardTensorSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def row_norm(spec: ShardTensorSpec, n_dims: int, is_rms: bool) -> RowNorm:
+def row_norm(spec: ShardTensorSpec, n_dims: int, is_rms: bool) -> Norm:
     """Make the norm for a layout."""
     if is_rms:
         return RmsNorm(spec, n_dims, "rms_norm")

@@ -12,7 +12,8 @@ norm                         local where                                      el
 ===========================  ===============================================  ==================================
 
 Statistics are merged by counts, as deviations from means. Plain weights get plain, complete gradients: from the
-backward's own all-reduce where that covers the ranks that hold contributions, else by one all-reduce for weight and bias together.
+backward's own all-reduce where that covers the ranks that hold contributions, else by one all-reduce for weight and
+bias together.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from shardtensor_spec import on_new_world
 from ._autocast import autocast_is_on
 from ._channel_norm import FixedBatchNorm, batch_norm_of, group_norm_of
 from ._naming import shape_of
-from ._norm_function import as_operands, normalize
+from ._norm_function import Norm, as_operands, normalize
 from ._rank_merge import accumulation_dtype
-from ._row_norm import RowNorm, row_norm
+from ._row_norm import row_norm
 from ._running_statistics import Buffers, TrackingBatchNorm, TrackingInstanceNorm
 from ._torch_private import outside_modes
 
 _N_CACHED = 2048
-_row_norms: dict[Any, RowNorm] = {}
+_row_norms: dict[Any, Norm] = {}
 _checked: set[Any] = set()
 
 
@@ -83,7 +84,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Normalise every channel of every sample. See ``torch.nn.functional.instance_norm`` and the table of the module."""
+    """Normalise every channel of every sample. See ``torch.nn.functional.instance_norm`` and the module's table."""
     input, weight, bias = as_operands(input, weight, bias)
     buffers = Buffers(running_mean, running_var, momentum)
     _check(torch.nn.functional.instance_norm, input, running_mean, running_var, weight, bias, use_input_stats)
@@ -105,7 +106,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Normalise every channel over the whole batch. See ``torch.nn.functional.batch_norm`` and the table of the module."""
+    """Normalise every channel over the whole batch. See ``torch.nn.functional.batch_norm`` and the module's table."""
     input, weight, bias = as_operands(input, weight, bias)
     buffers = Buffers(running_mean, running_var, momentum)
     _check(torch.nn.functional.batch_norm, input, running_mean, running_var, weight, bias, training)
@@ -128,7 +129,7 @@ def _are_usual(weight: Any, bias: Any) -> bool:
     return (weight is None or type(weight) is ShardTensor) and (bias is None or type(bias) is ShardTensor)
 
 
-def _row_norm(function: Callable[..., Any], input: Any, normalized_shape: tuple[int, ...], *parameters: Any) -> RowNorm:
+def _row_norm(function: Callable[..., Any], input: Any, normalized_shape: tuple[int, ...], *parameters: Any) -> Norm:
     key = (function, input._spec, normalized_shape, *map(_shape_key, parameters))
     norm = _row_norms.get(key)
     if norm is None:

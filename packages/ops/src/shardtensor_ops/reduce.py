@@ -1,8 +1,9 @@
 """Reductions over any mix of dims, sharded or not: sums, means, extremes, moments, norms.
 
-Over a sharded dim a sum stays pending (``Partial``). What is no sum is merged at once by a small collective: extremes by
-integers of the same order, so that NaN survives; truth values as truth values, never as counts; moments by Chan's formula; means by
-the global count. Sums of short floats are made in float32 and reduced at once, so that no contribution is rounded.
+Over a sharded dim a sum stays pending (``Partial``), a mean as a sum over the global count. What is no sum is merged at
+once by a small collective: extremes by integers of the same order, so that NaN survives; truth values as truth values,
+never as counts; moments by Chan's formula. Sums of short floats are made in float32 and reduced at once, so that no
+contribution is rounded.
 
 Their gradients are made in the operand's layout, by the handlers of `_sum`, `_extreme` and `_prod`.
 """
@@ -44,7 +45,7 @@ def _keepdim(call: Call) -> bool:
     return bool(call.argument("keepdim", False))
 
 
-# -- sums -----------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------------------------
 
 
 @register_rule("aten.sum", "aten.mean", "aten.nansum")
@@ -117,7 +118,7 @@ def _merged_prod(reduction: Reduction, local: Tensor, *args: Any, dtype: torch.d
     return reduction.merge.all_reduce(product, "product").to(dtype)
 
 
-# -- truth values ------------------------------------------------------------------------------------------------------
+# -- truth values ----------------------------------------------------------------------------------------------------
 
 
 @register_rule("aten.any", "aten.all")
@@ -139,7 +140,7 @@ def _merged_all(reduction: Reduction, local: Tensor, *args: Any, **kwargs: Any) 
     return reduction.merge.all_reduce(torch.all(local, reduction.dims, reduction.keepdim), "min")
 
 
-# -- extremes -----------------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------------------------
 
 
 @register_rule("aten.amax", "aten.amin", "aten.max.default", "aten.min.default", "aten.aminmax")
@@ -197,7 +198,7 @@ def plan_order_statistic(call: Call) -> Plan | None:
     return axis_plan(call, [names], [kept, kept], whole=(dim,), reduce_op=None)
 
 
-# -- moments ----------------------------------------------------------------------------------------------------------
+# -- moments ---------------------------------------------------------------------------------------------------------
 
 
 @register_rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -240,7 +241,7 @@ def _merged_moments(reduction: Reduction, local: Tensor) -> tuple[Tensor, Tensor
     return merged_moments(reduction.merge, mean, squares, counts)
 
 
-# -- norms ------------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------------------------
 
 
 @register_rule("aten.linalg_vector_norm", "aten.norm")
