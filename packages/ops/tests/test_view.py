@@ -381,3 +381,12 @@ def test_window_partition_and_back() -> None:
     even = shard(x, mesh, Layout((Shard(1),), {1: (2, 4, 2)}))
     result = _moves_nothing(windows, even)
     assert isinstance(result, ShardTensor) and result._spec.sizes() == {1: (2, 4, 2)}
+
+
+@pytest.mark.ranks(2)
+def test_composite_operators_are_taken_apart_in_inference_mode() -> None:
+    x = torch.randn(2, 6, 4)
+    t = shard(x, _mesh(), Layout((Shard(1),), {1: (2, 4)}))
+    with torch.inference_mode(), fallback_mode("error"):
+        result = t.reshape(12, 4).unflatten(0, (2, 6)).flatten(1).chunk(2, dim=1)[1].narrow(0, 1, 1).squeeze()
+    assert result.full_tensor().equal(x[1, 3:].flatten())

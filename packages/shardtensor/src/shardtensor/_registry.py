@@ -20,6 +20,7 @@ from torch.overrides import resolve_name
 from shardtensor_spec import ShardTensorError
 
 from ._plan import Rule
+from ._torch_private import is_composite
 
 ENTRY_POINT_GROUP = "shardtensor.ops"
 POINTWISE = "tag:pointwise"
@@ -118,10 +119,12 @@ def find_rule(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def find_dispatch_handler(op: torch._ops.OpOverload) -> Handler | None:
-    """Find the handler of an operator below autograd."""
+    """Find the handler of an operator below autograd: for a composite one that nobody serves, what takes it apart."""
     for name in (str(op), str(op.overloadpacket)):
         _import_for(name)
     handler = _dispatch_handlers.get(op)
+    if handler is None and is_composite(op) and find_rule(op) is None:
+        return op.decompose
     return None if handler is None else _with_visible_errors(handler, str(op))
 
 

@@ -2,8 +2,8 @@
 
 `make_wrapper` is the constructor of wrapper subclasses that DTensor uses (0.8 µs against 2.7 µs for
 ``_make_wrapper_subclass``); `run_below_torch_function` calls a function with ``__torch_function__`` of subclasses
-switched off (a context manager costs 1 µs more); `StorageWeakRef` tells whether memory is still in use; `outside_modes` hides meta computations from fake, proxy and
-functional modes while ``torch.compile`` traces.
+switched off (a context manager costs 1 µs more); `outside_modes` hides meta computations from fake, proxy and functional modes
+while ``torch.compile`` traces; `StorageWeakRef` tells whether memory is still in use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 make_wrapper: Callable[..., Any] = torch.Tensor._dtensor__new__
 run_below_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
-
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -108,6 +107,14 @@ def schema_argument_names(op: torch._ops.OpOverload) -> Sequence[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator is written in terms of others, whose parts meet rules of their own.
+
+    Autograd takes such operators apart; below it, in handlers and in inference mode, they arrive whole.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
 def returns_alias(op: torch._ops.OpOverload) -> bool:
     """Whether a result of the operator shares memory with an argument (views and in-place operators)."""
     return any(result.alias_info is not None for result in op._schema.returns)
@@ -121,4 +128,4 @@ def current_mesh() -> DeviceMesh:
     RuntimeError
         If there is none.
     """
-    return cast(DeviceMesh, _mesh_resources.get_current_mesh())
+    return _mesh_resources.get_current_mesh()
