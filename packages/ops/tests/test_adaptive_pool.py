@@ -48,7 +48,13 @@ def test_maxima_and_their_global_indices() -> None:
     line, image, volume = (torch.randn(shape, dtype=F64) for shape in ((2, 3, 12), (2, 3, 8, 6), (1, 2, 4, 5, 3)))
     for layout in layouts_of(line.shape, mesh):
         for size in (1, 4, 5):
-            check_op(lambda a: F.adaptive_max_pool1d(a, size, True), line, mesh=mesh, layouts=[layout], fallback="error")  # noqa: B023
+            check_op(
+                lambda a: F.adaptive_max_pool1d(a, size, True),  # noqa: B023
+                line,
+                mesh=mesh,
+                layouts=[layout],
+                fallback="error",
+            )
     for layout in layouts_of(image.shape, mesh):
         for size in (1, (4, 3), (5, None)):
             check_op(

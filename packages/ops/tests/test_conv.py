@@ -58,7 +58,7 @@ def test_one_dim_with_every_stride_padding_and_dilation(padding: Any) -> None:
 def test_halos_that_reach_over_several_shards() -> None:
     mesh = _mesh(_world())
     x, weight = torch.randn(2, 3, 11, dtype=F64), torch.randn(4, 3, 7, dtype=F64)
-    for layout in _rows(11, _world(), 2) + [Layout((Shard(2),), {2: (4, *[1] * (_world() - 2), 9 - _world())})]:
+    for layout in [*_rows(11, _world(), 2), Layout((Shard(2),), {2: (4, *([1] * (_world() - 2)), 9 - _world())})]:
         check_op(lambda a, w: F.conv1d(a, w, padding=3), x, weight, mesh=mesh, layouts=[layout, None], fallback="error")
         check_op(lambda a, w: F.conv1d(a, w, stride=3), x, weight, mesh=mesh, layouts=[layout, None], fallback="error")
 
@@ -150,7 +150,9 @@ def test_two_dimensional_mesh() -> None:
 def test_stride_with_uneven_starts_gives_the_known_values() -> None:
     """Field case A13."""
     mesh = _mesh(3)
-    x = shard(torch.arange(11.0, dtype=F64).view(1, 1, 11), mesh, Layout((Shard(2),), {2: (3, 3, 5)}), requires_grad=True)
+    x = shard(
+        torch.arange(11.0, dtype=F64).view(1, 1, 11), mesh, Layout((Shard(2),), {2: (3, 3, 5)}), requires_grad=True
+    )
     weight = torch.tensor([[[1.0, 2.0, 3.0]]], dtype=F64, requires_grad=True)
     y = F.conv1d(x, weight, stride=2, padding=1)
     assert y.detach().full_tensor().flatten().tolist() == [3, 14, 26, 38, 50, 29]

@@ -106,7 +106,11 @@ def test_two_sharded_dims() -> None:
     x = torch.randn(2, 2, 7, 6, dtype=F64)
     for layout in layouts_of(x.shape, mesh, dims=[0, 2, 3]):
         check_op(
-            lambda a: F.interpolate(a, scale_factor=1.7, mode="bilinear"), x, mesh=mesh, layouts=[layout], fallback="error"
+            lambda a: F.interpolate(a, scale_factor=1.7, mode="bilinear"),
+            x,
+            mesh=mesh,
+            layouts=[layout],
+            fallback="error",
         )
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardtensor.testing import Layout, check_op, layouts_of, shard, splits
-from shardtensor_collectives import comm_trace
+from shardtensor.testing import Layout, check_op, layouts_of, splits
 
 F64 = torch.float64
 

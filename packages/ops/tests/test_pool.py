@@ -76,7 +76,9 @@ def test_max_pool_of_images_and_volumes() -> None:
         ):
             check_op(function, image, mesh=mesh, layouts=[layout], fallback="error")
     for layout in layouts_of(volume.shape, mesh):
-        check_op(lambda a: F.max_pool3d(a, 2, return_indices=True), volume, mesh=mesh, layouts=[layout], fallback="error")
+        check_op(
+            lambda a: F.max_pool3d(a, 2, return_indices=True), volume, mesh=mesh, layouts=[layout], fallback="error"
+        )
         check_op(lambda a: F.max_pool3d(a, 3, 2, 1), volume, mesh=mesh, layouts=[layout], fallback="error")
 
 
@@ -104,7 +106,9 @@ def test_max_pool_of_one_sample_and_of_integers() -> None:
         check_op(lambda a: F.avg_pool2d(a, 3, 2, 1), x, mesh=mesh, layouts=[layout], fallback="error")
     whole = torch.randint(-9, 9, (1, 1, 7, 6))
     for layout in layouts_of(whole.shape, mesh, dims=[2]):
-        check_op(lambda a: F.max_pool2d(a, 3, 1, 1), whole, mesh=mesh, layouts=[layout], gradient=False, fallback="error")
+        check_op(
+            lambda a: F.max_pool2d(a, 3, 1, 1), whole, mesh=mesh, layouts=[layout], gradient=False, fallback="error"
+        )
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -113,7 +117,12 @@ def test_avg_pool_with_every_way_to_count() -> None:
     x, image = torch.randn(2, 3, 11, dtype=F64), torch.randn(2, 2, 7, 5, dtype=F64)
     volume = torch.randn(1, 2, 5, 4, 3, dtype=F64)
     for layout in _rows(11, _world(), 2):
-        for kernel, stride, padding, ceil_mode in ((2, None, 0, False), (3, 2, 1, True), (3, 1, 1, False), (4, 3, 2, True)):
+        for kernel, stride, padding, ceil_mode in (
+            (2, None, 0, False),
+            (3, 2, 1, True),
+            (3, 1, 1, False),
+            (4, 3, 2, True),
+        ):
             for counts_padding in (True, False):
                 check_op(
                     lambda a: F.avg_pool1d(a, kernel, stride, padding, ceil_mode, counts_padding),  # noqa: B023
@@ -132,7 +141,9 @@ def test_avg_pool_with_every_way_to_count() -> None:
                 fallback="error",
             )
     for layout in _rows(5, _world(), 2) + _rows(4, _world(), 3):
-        check_op(lambda a: F.avg_pool3d(a, 2, 1, 1, False, False), volume, mesh=mesh, layouts=[layout], fallback="error")
+        check_op(
+            lambda a: F.avg_pool3d(a, 2, 1, 1, False, False), volume, mesh=mesh, layouts=[layout], fallback="error"
+        )
 
 
 @pytest.mark.ranks(4)
@@ -140,7 +151,9 @@ def test_two_sharded_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "domain"))
     x = torch.randn(2, 2, 7, 6, dtype=F64)
     for layout in layouts_of(x.shape, mesh):
-        check_op(lambda a: F.max_pool2d(a, 3, 2, 1, return_indices=True), x, mesh=mesh, layouts=[layout], fallback="error")
+        check_op(
+            lambda a: F.max_pool2d(a, 3, 2, 1, return_indices=True), x, mesh=mesh, layouts=[layout], fallback="error"
+        )
         check_op(lambda a: F.avg_pool2d(a, 3, 1, 1), x, mesh=mesh, layouts=[layout], fallback="error")
 
 

@@ -54,7 +54,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h
     if how.is_empty:
         return x.new_empty(how.shape)
     grows = max(how.frame) > 0
-    y = torch.ops.aten.convolution(
+    y: torch.Tensor = torch.ops.aten.convolution(
         x,
         weight,
         None if grows else bias,
@@ -159,9 +159,7 @@ def strips_of(halo: Halo, kernel: int, dilation: int, n_local: int, n_spatial: i
     if halo.after:
         around = frame(reach - dilation, reach - halo.after)
         skip = reach - n_edge
-        strips.append(
-            Strip(halo.before, halo.after, around, kernel - n_taps, n_taps, n_local - n_edge, n_edge, skip)
-        )
+        strips.append(Strip(halo.before, halo.after, around, kernel - n_taps, n_taps, n_local - n_edge, n_edge, skip))
     return strips
 
 
@@ -204,7 +202,7 @@ def strip_gradients(
         taps = weight.narrow(dim, strip.first_tap, strip.n_taps)
         edge = gradient.narrow(dim, strip.edge, strip.n_edge)
         reach = rows.shape[dim] - (strip.n_taps - 1) * how.dilation[dim - 2]
-        if strip.n_edge < reach:  # a shard thinner than the reach: the strip's convolution makes more rows than there are
+        if strip.n_edge < reach:  # on a thin shard the strip's convolution makes more rows than there are
             pads = [0] * (2 * len(how.stride))
             position = 2 * (len(how.stride) - 1 - (dim - 2))
             pads[position], pads[position + 1] = strip.skip, reach - strip.n_edge - strip.skip
@@ -213,8 +211,7 @@ def strip_gradients(
         by_framed, by_part, _ = gradients(edge, rows, taps, part, (mask[0], mask[1], False))
         if by_rows is not None:
             assert by_framed is not None
-            pads = strip.frame
-            front = pads[2 * (len(how.stride) - 1 - (dim - 2))]
+            front = strip.frame[2 * (len(how.stride) - 1 - (dim - 2))]
             by_rows.narrow(dim, strip.start, strip.n_rows).copy_(by_framed.narrow(dim, front, strip.n_rows))
         if by_part is not None:
             by_taps.append(by_part)

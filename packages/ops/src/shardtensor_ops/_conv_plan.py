@@ -1,4 +1,4 @@
-"""What every rank does in a convolution, from the layouts alone: its window or halo, its local call, the layout of the result."""
+"""What every rank does in a convolution, from the layouts alone: its window or halo, its local call, its result."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def plan_convolution(
     RuntimeError
         torch's own, for shapes that do not fit, on every rank alike.
     """
-    meta = meta_of_call(function, meta_like(source), meta_like(weight), None if bias is None else meta_like(bias), *arguments)
+    meta = meta_of_call(
+        function, meta_like(source), meta_like(weight), None if bias is None else meta_like(bias), *arguments
+    )
     kernel = _shape(weight)[2:]
     windows = {
         dim: _dim_windows(source, dim, kernel[dim - 2], geometry, meta.shape[dim])

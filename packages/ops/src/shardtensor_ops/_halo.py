@@ -1,8 +1,8 @@
 """Halos without a window: only the rows of the neighbours are fetched, as strips beside the shard.
 
-A window buffer would copy the whole shard next to its halo, which costs as much time as the convolution of a narrow layer and,
-kept for backward, as much memory again. Where an operator is linear, the strips' share can be added to the result's edge
-rows instead.
+A window buffer would copy the whole shard next to its halo, which costs as much time as the convolution of a narrow
+layer and, kept for backward, as much memory again. Where an operator is linear, the strips' share can be added to the
+result's edge rows instead.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def _same(box: Box) -> Box:
     return box
 
 
-def _mapped(
-    message: Message, *, source: Callable[[Box], Box] = _same, target: Callable[[Box], Box] = _same
-) -> Message:
+def _mapped(message: Message, *, source: Callable[[Box], Box] = _same, target: Callable[[Box], Box] = _same) -> Message:
     pieces = tuple(Piece(source(piece.source), target(piece.target)) for piece in message.pieces)
     return Message(message.peer, pieces, message.numel)
 

@@ -1,4 +1,4 @@
-"""Global shapes, found by running a function on meta tensors: no memory, and torch's own errors for what does not fit."""
+"""Global shapes, found by running functions on meta tensors: no memory, and torch's own errors for what is wrong."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class PoolingPlan:
     shape : tuple of int
         Shape of this rank's result.
     counts : tuple of tuple of int, (n_spatial, n_local)
-        For an average, the rows that each output row of this rank averages over along each dim; their product is the divisor.
+        For an average, the rows that each output row of this rank averages over along each dim; their product is the
+        divisor.
     output_size : tuple of int, (n_spatial,), optional
         For an adaptive pooling of whole dims, which has no kernel.
     """
@@ -159,9 +160,7 @@ def plan_pooling(
     )
 
 
-def _counts(
-    rows: range, n_input: int, kernel: int, stride: int, padding: int, counts_padding: bool
-) -> tuple[int, ...]:
+def _counts(rows: range, n_input: int, kernel: int, stride: int, padding: int, counts_padding: bool) -> tuple[int, ...]:
     """Rows that each output row averages over."""
     counts = []
     for row in rows:
@@ -173,7 +172,7 @@ def _counts(
     return tuple(counts)
 
 
-# -- averages ------------------------------------------------------------------------------------------------------------
+# -- averages ---------------------------------------------------------------------------------------------------------
 
 
 def sum_windows(plan: PoolingPlan, window: torch.Tensor) -> torch.Tensor:
@@ -225,7 +224,7 @@ def divide_by_counts(plan: PoolingPlan, tensor: torch.Tensor, divisor: int | Non
     return result
 
 
-# -- maxima ---------------------------------------------------------------------------------------------------------------
+# -- maxima -----------------------------------------------------------------------------------------------------------
 
 
 def find_maxima(plan: PoolingPlan, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +243,7 @@ def find_maxima(plan: PoolingPlan, window: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _inside(plan: PoolingPlan, places: torch.Tensor) -> torch.Tensor:
-    """Move places in the padding, which only a kernel over nothing but -inf gives, to the first row inside, as torch does."""
+    """Move places in the padding, which only a kernel over nothing but -inf gives, to the first row inside."""
     if min(plan.window_start) >= 0:
         return places
     coordinates = _coordinates(plan, places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -113,8 +112,8 @@ def resampling(
     local = _Resampling(
         None if window is not None and window.is_own else window,
         tuple(local_taps),
-        functools.partial(kernel, result_shape=shape) if has_kernel else None,
-        functools.partial(kernel_adjoint, result_shape=shape, input_shape=between) if has_kernel else None,
+        (lambda tensor: kernel(tensor, shape)) if has_kernel else None,
+        (lambda gradient: kernel_adjoint(gradient, shape, between)) if has_kernel else None,
         shape,
         tuple(window_shape),
     )

@@ -1,8 +1,8 @@
 """Resampling along one dim: each output row is a weighted sum of a few input rows, its *taps*.
 
-Which rows and which weights follows from coordinates of the whole tensor, by the formulas and in the precision of torch's own
-kernels (``aten/src/ATen/native/UpSample.h``): a shard cannot be resampled as if it were a tensor of its own, because positions are
-rounded from global ones.
+Which rows and which weights follows from coordinates of the whole tensor, by the formulas and in the precision of
+torch's own kernels (``aten/src/ATen/native/UpSample.h``): a shard cannot be resampled as if it were a tensor of its
+own, because positions are rounded from global ones.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _tensors(like: torch.Tensor, dim: int, taps: Taps) -> list[tuple[torch.Tenso
     ]
 
 
-# -- which taps -----------------------------------------------------------------------------------------------------------
+# -- which taps -------------------------------------------------------------------------------------------------------
 
 
 def nearest_taps(n_input: int, n_output: int, scale: float | None, dtype: torch.dtype, is_exact: bool) -> Taps:

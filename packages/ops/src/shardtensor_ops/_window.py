@@ -1,8 +1,8 @@
 """Windows: which input rows a rank needs for its output rows, and the exchange that brings them.
 
 One rule decides who makes which output rows, for convolution, pooling, interpolation and padding alike: **an output row
-belongs to the rank that owns the input row at the middle of its window** (the lower one of two; clamped into the tensor).
-So what is near stays near, and an operator that keeps the extent at stride 1 keeps the sizes of all shards.
+belongs to the rank that owns the input row at the middle of its window** (the lower one of two; clamped into the
+tensor). So what is near stays near, and an operator that keeps the extent at stride 1 keeps the sizes of all shards.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def own_rows(spec: ShardTensorSpec, dim: int) -> tuple[Rows, ...]:
 
 def with_sizes(spec: ShardTensorSpec, meta: TensorMeta, sizes: Mapping[int, Sequence[int]]) -> ShardTensorSpec:
     """Layout of a result whose dims are split as those of ``spec``, but for the rows of some sharded dims."""
-    grid = {
-        dim: split._replace(sizes=tuple(sizes[dim])) if dim in sizes else split for dim, split in spec.grid.items()
-    }
+    grid = {dim: split._replace(sizes=tuple(sizes[dim])) if dim in sizes else split for dim, split in spec.grid.items()}
     return make_spec(spec.mesh, meta, grid)
 
 
@@ -210,12 +208,14 @@ def window_of(
 
     Notes
     -----
-    Communication: none here. The exchange will run among the ranks along the mesh axes that shard a dim of which some rank
-    needs rows of another, and along no other axis.
+    Communication: none here. The exchange will run among the ranks along the mesh axes that shard a dim of which some
+    rank needs rows of another, and along no other axis.
     """
     mesh, here = spec.mesh, spec.coordinate
     assert here is not None and spec.tensor_meta is not None
-    axes = sorted({axis for dim, rows in rows_of_dim for axis in _axes_with_neighbours(spec, dim, rows, dim in circular)})
+    axes = sorted(
+        {axis for dim, rows in rows_of_dim for axis in _axes_with_neighbours(spec, dim, rows, dim in circular)}
+    )
     shape = list(spec.local_shape)
     for dim, _ in rows_of_dim:
         shape[dim] = int(spec.tensor_meta.shape[dim])
@@ -250,9 +250,7 @@ def _smaller(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(min, first, second))
 
 
-def _axes_with_neighbours(
-    spec: ShardTensorSpec, dim: int, rows: Sequence[Rows], is_circular: bool
-) -> tuple[int, ...]:
+def _axes_with_neighbours(spec: ShardTensorSpec, dim: int, rows: Sequence[Rows], is_circular: bool) -> tuple[int, ...]:
     split = split_of(spec, dim)
     n_rows = sum(split.sizes)
     for (start, stop), (own_start, own_stop) in zip(rows, own_rows(spec, dim), strict=True):
@@ -266,7 +264,8 @@ def _axes_with_neighbours(
 def _line(
     spec: ShardTensorSpec, axes: Sequence[int]
 ) -> tuple[dist.ProcessGroup, str, list[tuple[int, ...] | None], int]:
-    """Return the group that spans some axes through this rank, its name, its members' coordinates, and this rank's position.
+    """Return the group that spans some axes through this rank, its name, its members' coordinates, this rank's
+    position.
 
     A coordinate is None where the group is larger than needed and its member has no part in the exchange.
     """

@@ -1,8 +1,8 @@
 """Adaptive pooling: the output size is that of the whole tensor.
 
-An average over a sharded dim is made from windows, where there are more output rows than shards, and otherwise from each rank's
-share of every output row, as a pending sum: so a global average moves nothing but its result. A maximum is pooled where it is if the
-windows are regular; else the shards move to another dim first.
+An average over a sharded dim is made from windows, where there are more output rows than shards, and otherwise from
+each rank's share of every output row, as a pending sum: so a global average moves nothing but its result. A maximum is
+pooled where it is if the windows are regular; else the shards move to another dim first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ._taps import Taps, adaptive_average_taps
 from ._window import is_alone, own_rows, shard_of, split_of, with_sizes
 from .pool import max_pool
 
-_AVERAGES = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-_MAXIMA = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
-_REGULAR_MAXIMA = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_AVERAGES: tuple[Callable[..., Any], ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+_MAXIMA: tuple[Callable[..., Any], ...] = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
+_REGULAR_MAXIMA: tuple[Callable[..., Any], ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 def _average(n_spatial: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,9 +67,7 @@ def _averages(spec: ShardTensorSpec, n_spatial: int, output_size: Any) -> tuple[
         result: torch.Tensor = _AVERAGES[n_spatial - 1](tensor, list(result_shape[-n_spatial:]))
         return result
 
-    def kernel_adjoint(
-        gradient: torch.Tensor, result_shape: Sequence[int], input_shape: Sequence[int]
-    ) -> torch.Tensor:
+    def kernel_adjoint(gradient: torch.Tensor, result_shape: Sequence[int], input_shape: Sequence[int]) -> torch.Tensor:
         return _average_adjoint(gradient, input_shape, n_spatial)
 
     operators = []

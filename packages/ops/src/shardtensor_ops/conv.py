@@ -1,15 +1,15 @@
 """Convolutions and transposed convolutions on any split of batch and spatial dims.
 
-Batch shards are convolved where they are. Along a sharded spatial dim every output row belongs to the rank that owns the
-input row at the middle of its window (`_window`), and only the rows that a rank lacks travel:
+Batch shards are convolved where they are. Along a sharded spatial dim every output row belongs to the rank that owns
+the input row at the middle of its window (`_window`), and only the rows that a rank lacks travel:
 
-- at stride 1 with padding that keeps the extent, the rows of the neighbours travel while the shard is convolved with zero
-  padding, and their share is added to the edge rows after (`_halo`): no copy of the shard is made;
+- at stride 1 with padding that keeps the extent, the rows of the neighbours travel while the shard is convolved with
+  zero padding, and their share is added to the edge rows after (`_halo`): no copy of the shard is made;
 - else the window is put together in a buffer, unless it lies inside the shard.
 
-Backward keeps the shard and the rows of others, never the window. The gradients of weight and bias are pending sums over the mesh
-axes that shard the input; all three contractions of the trilinear form ``<conv(x, w), g>`` are Functions whose backward are the
-other two, so gradients of any order exist.
+Backward keeps the shard and the rows of others, never the window. The gradients of weight and bias are pending sums
+over the mesh axes that shard the input; all three contractions of the trilinear form ``<conv(x, w), g>`` are Functions
+whose backward are the other two, so gradients of any order exist.
 """
 
 from __future__ import annotations
@@ -218,9 +218,7 @@ def _shapes_of_others(plan: ConvolutionPlan, like: torch.Tensor) -> list[torch.T
         return [zero.expand(shape)]
     if plan.window is None:
         return []
-    return [
-        zero.expand([part.stop - part.start for part in slab]) for slab in _slabs(plan.window)
-    ]
+    return [zero.expand([part.stop - part.start for part in slab]) for slab in _slabs(plan.window)]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -302,7 +300,7 @@ def _replicated(tensor: Any) -> Any:
     return tensor if not spec.grid and not spec.has_partial else Redistribute.apply(tensor, spec.replicated())
 
 
-# -- handlers -----------------------------------------------------------------------------------------------------------
+# -- handlers ---------------------------------------------------------------------------------------------------------
 
 
 def _handle(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,18 +365,17 @@ def _handle_general(function: Callable[..., Any], types: Any, args: tuple[Any, .
     ) -> Any:
         n_spatial = weight.ndim - 2
         if transposed:
-            name = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_spatial - 1]
-            return _handle_transposed(
-                name, (), (input, weight, bias, stride, padding, output_padding, groups, dilation), {}
-            )
-        name = (F.conv1d, F.conv2d, F.conv3d)[n_spatial - 1]
-        return _handle(name, (), (input, weight, bias, stride, padding, dilation, groups), {})
+            given = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return _handle_transposed(_TRANSPOSED[n_spatial - 1], (), given, {})
+        return _handle(_CONVOLUTIONS[n_spatial - 1], (), (input, weight, bias, stride, padding, dilation, groups), {})
 
     return call(*args, **kwargs)
 
 
-for _function in (F.conv1d, F.conv2d, F.conv3d):
+_CONVOLUTIONS: tuple[Callable[..., Any], ...] = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED: tuple[Callable[..., Any], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+for _function in _CONVOLUTIONS:
     ShardTensor.register_function_handler(_function, _handle)
-for _function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
+for _function in _TRANSPOSED:
     ShardTensor.register_function_handler(_function, _handle_transposed)
 ShardTensor.register_function_handler(torch.convolution, _handle_general)

@@ -1,7 +1,8 @@
 """``torch.nn.functional.interpolate`` in every mode, in coordinates of the whole tensor.
 
-Sharded dims are resampled by taps (`_taps`), the others by torch's own kernel. An output row belongs to the rank that owns the input
-row under its centre. With ``antialias`` the resampled dims are made whole by moving the shards to another dim.
+Sharded dims are resampled by taps (`_taps`), the others by torch's own kernel. An output row belongs to the rank that
+owns the input row under its centre. With ``antialias`` the resampled dims are made whole by moving the shards to
+another dim.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ def _plan(
         result: torch.Tensor = call(tensor, list(result_shape[2:]), *flags, *local_scales(result_shape))
         return result
 
-    def kernel_adjoint(
-        gradient: torch.Tensor, result_shape: Sequence[int], input_shape: Sequence[int]
-    ) -> torch.Tensor:
+    def kernel_adjoint(gradient: torch.Tensor, result_shape: Sequence[int], input_shape: Sequence[int]) -> torch.Tensor:
         call = getattr(torch.ops.aten, f"{kernel_name}_backward")
         scales_here = local_scales(result_shape)
         result: torch.Tensor = call(gradient, list(result_shape[2:]), list(input_shape), *flags, *scales_here)
@@ -104,8 +103,7 @@ def _handle(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
         n_dims = len(shape_of(input._spec))
         if mode == "area":
             meta = meta_of_call(F.interpolate, meta_like(input._spec), size, scale_factor, mode, align_corners)
-            pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[n_dims - 3]
-            return pool(input, tuple(meta.shape[2:]))
+            return getattr(F, f"adaptive_avg_pool{n_dims - 2}d")(input, tuple(meta.shape[2:]))
         spatial = tuple(range(2, n_dims))
         whole = spatial if antialias else ()
         source = supported_layout(input._spec, whole=whole, unfolded=spatial)

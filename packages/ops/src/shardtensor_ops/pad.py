@@ -1,15 +1,15 @@
 """``torch.nn.functional.pad`` in every mode, along sharded dims and others; negative padding crops.
 
 New rows belong to the rank that has the row at the edge, so constant and replicated padding need no communication: the
-first and the last rank pad, the others don't. Reflected and circular rows are fetched where their rank does not have them. The backward
-of every mode sends gradients the same way back and adds them.
+first and the last rank pad, the others don't. Reflected and circular rows are fetched where their rank does not have
+them. The backward of every mode sends gradients the same way back and adds them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,8 +89,15 @@ class _LocalPad:
         return result
 
 
+@dataclass(frozen=True, eq=False)
+class _Padding(LinearOperator):
+    """Padding with zeros, or with the tensor's own rows."""
+
+    local: _LocalPad = field(kw_only=True)
+
+
 @functools.lru_cache(maxsize=1024)
-def _plan(spec: ShardTensorSpec, pad: tuple[int, ...], mode: str) -> LinearOperator:
+def _plan(spec: ShardTensorSpec, pad: tuple[int, ...], mode: str) -> _Padding:
     meta = meta_of_call(F.pad, meta_like(spec), pad, mode)
     n_dims = len(meta.shape)
     local_pad = list(pad)
@@ -131,7 +138,7 @@ def _plan(spec: ShardTensorSpec, pad: tuple[int, ...], mode: str) -> LinearOpera
     result = with_sizes(spec, meta, sizes)
     window_shape = tuple(spec.local_shape) if window is None else window.plan.window_shape
     local = _LocalPad(window, tuple(local_pad), tuple(picked), mode, tuple(result.local_shape), window_shape)
-    return LinearOperator("pad", spec, result, local.forward, local.adjoint)
+    return _Padding("pad", spec, result, local.forward, local.adjoint, local=local)
 
 
 def _dim_windows(spec: ShardTensorSpec, dim: int, n_output: int, front: int, mode: str) -> DimWindows:
@@ -170,8 +177,8 @@ def _handle(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
         if value is not None and mode != "constant":
             meta_of_call(F.pad, meta_like(source), pads, mode, value)  # which raises torch's own error
         if value:
-            local = functools.partial(operator.forward, value=value)
-            operator = replace(operator, forward=local, derivative=operator)
+            local = operator.local
+            operator = replace(operator, forward=lambda tensor: local.forward(tensor, value), derivative=operator)
         return operator(brought_to(input, source))
 
     return call(*args, **kwargs)

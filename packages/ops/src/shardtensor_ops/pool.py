@@ -1,7 +1,8 @@
 """Max and average pooling of 1 to 3 dims on any split.
 
-Output rows belong to the rank that owns the middle of their window (`_window`). What is outside of the tensor is -inf for a maximum
-and 0 for an average, whose divisor follows from global coordinates. Indices of maxima are those of the whole tensor.
+Output rows belong to the rank that owns the middle of their window (`_window`). What is outside of the tensor is -inf
+for a maximum and 0 for an average, whose divisor follows from global coordinates. Indices of maxima are those of the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from shardtensor import ShardTensor
 from shardtensor_collectives import operator_range
+from shardtensor_spec import on_new_world
 
 from ._linear import LinearOperator, brought_to, in_layout
 from ._naming import shape_of
@@ -31,7 +33,7 @@ from ._pool_plan import (
 )
 from ._supported import supported_layout
 
-# -- maxima ---------------------------------------------------------------------------------------------------------------
+# -- maxima -----------------------------------------------------------------------------------------------------------
 
 
 class _MaxPool(torch.autograd.Function):
@@ -134,7 +136,7 @@ def _meta_function(name: str, *arguments: Any) -> Callable[..., Any]:
     return lambda tensor: function(tensor, *arguments)
 
 
-# -- averages -------------------------------------------------------------------------------------------------------------
+# -- averages ---------------------------------------------------------------------------------------------------------
 
 
 def _avg_pool(n_spatial: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +187,7 @@ def _averaging(
     return LinearOperator(name, plan.source, plan.result, forward, adjoint)
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _tuple_of(value: Any, n_spatial: int) -> tuple[int, ...]:
@@ -217,3 +219,4 @@ def _register() -> None:
 
 
 _register()
+on_new_world(_averaging.cache_clear)
