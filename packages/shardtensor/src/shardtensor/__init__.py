@@ -13,9 +13,10 @@ from shardtensor_spec import (
 from . import _set_data as _set_data
 from . import _structural_rules as _structural_rules
 from ._fallback_mode import FallbackMode, get_fallback_mode, set_fallback_mode
+from ._promotion import TensorPromotionMode
 from ._registry import ManifestConflictError, served_names
 from ._scatter import scatter_tensor
-from ._tensor import ShardTensor, TensorPromotionMode
+from ._tensor import ShardTensor
 
 __all__ = [
     "FallbackMode",

@@ -64,12 +64,16 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
                     hit = _direct.get((op, first._spec, second._spec))
                     if hit is not None:
                         local = hit[0](first._local_tensor, second._local_tensor)
-                        return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+                        return (
+                            first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+                        )
                 elif kind is float or kind is int:
                     hit = _direct.get((op, first._spec, float if kind is float else second))
                     if hit is not None:
                         local = hit[0](first._local_tensor, second)
-                        return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+                        return (
+                            first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+                        )
         elif n_args == 1:
             (first,) = args
             if type(first) is ShardTensor:
@@ -119,7 +123,7 @@ def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict
     for table in (_plans, _direct):
         if len(table) >= N_CACHED_PLANS:  # e.g. a new length at every step: forget the oldest quarter
             for old in list(table)[: N_CACHED_PLANS // 4]:
-                del table[old]  # type: ignore[attr-defined]
+                del table[old]
     operands = _operands(args) + _operands(kwargs)
     writes = schema_writes(op)
     is_direct = (
@@ -147,7 +151,9 @@ def _returns_new(op: Any) -> bool:
 def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh = _mesh_of(op, args, kwargs)
     operands = _operands(args) + _operands(kwargs)
-    written = [operand for position in schema_writes(op) for operand in _operands(_argument(op, position, args, kwargs))]
+    written = [
+        operand for position in schema_writes(op) for operand in _operands(_argument(op, position, args, kwargs))
+    ]
     for operand in written:
         if isinstance(operand, ShardTensor):
             check_may_write(operand, str(op))

@@ -127,8 +127,8 @@ def _spec_of_arguments(
         )
     elif len(global_shape) != local.ndim:
         raise LayoutMismatchError(
-            f"global_shape {tuple(global_shape)} has {len(global_shape)} dims, but the local tensor {tuple(local.shape)} "
-            f"has {local.ndim}",
+            f"global_shape {tuple(global_shape)} has {len(global_shape)} dims, but the local tensor "
+            f"{tuple(local.shape)} has {local.ndim}",
             where=_WHERE,
         )
     else:

@@ -84,9 +84,7 @@ class Call:
         """Shape, stride and dtype of every result, None where it is no tensor."""
         result = self.global_result
         results = result if isinstance(result, (tuple, list)) else (result,)
-        return tuple(
-            TensorMeta(r.shape, r.stride(), r.dtype) if isinstance(r, torch.Tensor) else None for r in results
-        )
+        return tuple(TensorMeta(r.shape, r.stride(), r.dtype) if isinstance(r, torch.Tensor) else None for r in results)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def check_may_promote(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     if mode is TensorPromotionMode.DISABLED:
         raise LayoutMismatchError(
             f"a plain tensor of shape {tuple(tensor.shape)} meets a ShardTensor, and promotion is disabled",
-            advice="replicate it with ShardTensor.from_local(tensor, mesh, [Replicate()]) or set_promotion_mode('silent')",
+            advice="replicate it with ShardTensor.from_local(tensor, mesh), or set_promotion_mode('silent')",
         )
     logger.warning("plain tensor of shape %s is replicated on the mesh %s", tuple(tensor.shape), mesh)
 

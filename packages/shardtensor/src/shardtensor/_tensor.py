@@ -22,8 +22,8 @@ class ShardTensor(torch.Tensor):
 
     Operators compute what one big device would compute: on the shards where the layouts allow, else with the
     communication that the operator needs. Plain tensors that it meets are taken as replicated, and their gradients
-    are summed over the mesh. Build one with `from_local`, `from_dtensor` or `scatter_tensor`; the constructor itself does not
-    take part in autograd.
+    are summed over the mesh. Build one with `from_local`, `from_dtensor` or `scatter_tensor`; the constructor itself
+    does not take part in autograd.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class ShardTensor(torch.Tensor):
     _patches_enabled = False
 
     @staticmethod
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __new__(
         cls: type[ShardTensor], local_tensor: torch.Tensor, spec: ShardTensorSpec, *, requires_grad: bool
     ) -> ShardTensor:
@@ -76,7 +76,9 @@ class ShardTensor(torch.Tensor):
         return torch_function(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return dispatch(func, args, kwargs)
 
     @classmethod
@@ -108,7 +110,7 @@ class ShardTensor(torch.Tensor):
             One placement per mesh axis; replicated by default. Negative shard dims count from the end.
         sharding_shapes : {"infer", "chunk"} or Mapping of int to shapes
             ``"infer"`` asks the ranks for their shapes; ``"chunk"`` takes ``torch.chunk``'s split of
-            ``global_shape``; a mapping gives, for each mesh axis that shards, the shape of the shard of every rank along it.
+            ``global_shape``; a mapping gives, for each mesh axis that shards, the shape of every shard along it.
         global_shape : Sequence of int, optional
             Shape of the whole tensor, for ``"chunk"``.
         check : bool
@@ -124,18 +126,24 @@ class ShardTensor(torch.Tensor):
         ------
         LayoutMismatchError
             (a ``ValueError``) If there are not as many placements as mesh axes, the shapes do not fit together, or
-            sizes contradict the local tensor. With ``"infer"`` or ``check`` on all ranks alike; with a mapping or ``"chunk"``
-            a wrong local tensor is seen by its own rank only.
+            sizes contradict the local tensor. With ``"infer"`` or ``check`` all ranks raise, whichever has the fault;
+            with a mapping or ``"chunk"`` alone a wrong local tensor is seen by its own rank only.
         IndexError
             If a shard dim is out of range.
+        TypeError
+            If the local tensor is not a plain tensor.
 
         Notes
         -----
-        Communication: ``"infer"`` one all-gather of 528 bytes per rank over the mesh. ``"chunk"`` and a mapping none, unless
-        two axes shard one dim: then that all-gather too. ``check`` one all-gather of a short text. In backward what brings the
-        gradient to this layout.
+        ``"chunk"`` and a mapping take the stride order of this rank's shard for that of the tensor; it must be the same
+        everywhere.
+
+        Communication: ``"infer"`` one all-gather of 1056 bytes per rank over the mesh. ``"chunk"`` none, a mapping
+        none, unless two axes shard one dim: then that all-gather too. ``check`` one all-gather of a short text. In
+        backward what brings the gradient to this layout.
         """
-        return from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, check)
+        made = from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, check)
+        return cast(ShardTensor, made)
 
     @classmethod
     def from_dtensor(cls, dtensor: DTensor) -> ShardTensor:
@@ -156,7 +164,7 @@ class ShardTensor(torch.Tensor):
         Communication: none; in backward what brings the gradient to this layout.
         """
         if isinstance(dtensor, ShardTensor):
-            return dtensor
+            return cast(ShardTensor, dtensor)
         if not isinstance(dtensor, DTensor):
             raise TypeError(f"from_dtensor takes a DTensor, not a {type(dtensor).__name__}: use from_local for shards")
         ShardTensor._patches_enabled = True
@@ -245,8 +253,8 @@ class ShardTensor(torch.Tensor):
         async_op : bool
             Whether the call may return before the data arrived.
         sharding_shapes : Mapping of int to Sequence of int, optional
-            Tensor dim -> rows of every shard. By default a dim that stays sharded over the same axes keeps its rows, others
-            are split as ``torch.chunk`` does.
+            Tensor dim -> rows of every shard. By default a dim that stays sharded over the same axes keeps its rows,
+            others are split as ``torch.chunk`` does.
 
         Returns
         -------
@@ -282,7 +290,7 @@ class ShardTensor(torch.Tensor):
         """One placement per mesh axis."""
         return self._spec.placements
 
-    # Served from the layout: through ``__torch_function__`` each of these costs 1.5 µs, and models read them all the time.
+    # Served from the layout: through ``__torch_function__`` each of these costs 1.5 µs, and models read them often.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -465,12 +473,12 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def set_fallback_mode(cls, mode: FallbackMode) -> None:
-        """Choose what an operator does that must gather: ``"silent"``, ``"warn"`` (once per operator) or ``"error"``."""
+        """Choose what an operator that must gather does: ``"silent"``, ``"warn"`` (once per operator), ``"error"``."""
         set_fallback_mode(mode)
 
 
 def _rebuild(cls: type[ShardTensor], local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    return cls(local, spec, requires_grad=requires_grad)
+    return cast(ShardTensor, cls(local, spec, requires_grad=requires_grad))
 
 
 # The engine below needs the class above, and the class the engine: it is imported last.

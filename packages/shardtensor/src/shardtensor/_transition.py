@@ -16,6 +16,7 @@ several axes at once      one exchange over the whole mesh, never through a repl
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -67,16 +68,18 @@ def _reduce_partials(
         n_ranks = source.mesh.shape[axis]
         grid = dict(source.grid)
         wanted = target.placements[axis]
-        split = target.grid.get(wanted.dim) if isinstance(wanted, Shard) else None
-        # A dimension that other axes shard too, now or then, is reduced whole: its shards along this axis differ by row.
-        if split is not None and split.axes == (axis,) and wanted.dim not in grid and placement.reduce_op != "avg":
-            local = reduce_scatter_v(local, split.sizes, wanted.dim, group, op=placement.reduce_op, axis=label)
-            grid[wanted.dim] = split
-        elif placement.reduce_op == "avg":
+        wanted_dim = wanted.dim if isinstance(wanted, Shard) else -1
+        split = target.grid.get(wanted_dim)
+        reduce_op: Any = placement.reduce_op
+        # A dim that other axes shard too, now or then, is reduced whole: its shards along this axis differ by row.
+        if split is not None and split.axes == (axis,) and wanted_dim not in grid and reduce_op != "avg":
+            local = reduce_scatter_v(local, split.sizes, wanted_dim, group, op=reduce_op, axis=label)
+            grid[wanted_dim] = split
+        elif reduce_op == "avg":
             # The sum of the shares: not every backend knows an averaging reduction.
             local = all_reduce(local / n_ranks, group, op="sum", axis=label)
         else:
-            local = all_reduce(local, group, op=placement.reduce_op, axis=label)
+            local = all_reduce(local, group, op=reduce_op, axis=label)
         pending = {a: p.reduce_op for a, p in enumerate(source.placements) if isinstance(p, Partial) and a != axis}
         source = make_spec(source.mesh, _meta(source), grid, pending)
     return local, source
@@ -107,9 +110,7 @@ def _exchange_boxes(
     return local, reached
 
 
-def _exchange_along(
-    local: torch.Tensor, source: ShardTensorSpec, target: ShardTensorSpec, axis: int
-) -> torch.Tensor:
+def _exchange_along(local: torch.Tensor, source: ShardTensorSpec, target: ShardTensorSpec, axis: int) -> torch.Tensor:
     mesh = source.mesh
     here = _coordinate(source)
     before, after = (_split_of_axis(spec, axis) for spec in (source, target))
@@ -137,7 +138,7 @@ def _exchange_over_mesh(local: torch.Tensor, source: ShardTensorSpec, target: Sh
 
 
 def _exchange_beside_partials(local: torch.Tensor, source: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
-    """Exchange among the ranks that share their coordinate along every pending axis: others look as if they had nothing."""
+    """Exchange among the ranks that share their place along every pending axis: others look as if they had nothing."""
     mesh = source.mesh
     here = _coordinate(source)
     pending = [axis for axis, placement in enumerate(source.placements) if isinstance(placement, Partial)]
@@ -188,7 +189,9 @@ def _through_unfolded(local: torch.Tensor, source: ShardTensorSpec, target: Shar
     wanted = {dim: split.n_repeats for dim, split in target.grid.items() if split.n_repeats != 1}
     for dim in repeats.keys() & wanted.keys():
         if repeats[dim] != wanted[dim]:
-            flat = make_spec(source.mesh, _meta(source), {d: s for d, s in source.grid.items() if d != dim}, _pending(source))
+            flat = make_spec(
+                source.mesh, _meta(source), {d: s for d, s in source.grid.items() if d != dim}, _pending(source)
+            )
             return transition(transition(local, source, flat), flat, target)
     folds = repeats | wanted
     return _unfolded_transition(local, source, target, folds)
@@ -248,11 +251,11 @@ def _whole_repeats(sizes: tuple[int, ...], n_repeats: int, rows_of_repeat: int) 
         total += size
         cuts.append(max(cuts[-1], min(n_repeats, round(total / rows_of_repeat))))
     cuts[-1] = n_repeats
-    return tuple(stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(stop - start for start, stop in itertools.pairwise(cuts))
 
 
 def _split_of_axis(spec: ShardTensorSpec, axis: int) -> tuple[int, DimSplit] | None:
-    placement = spec.placements[axis]
+    placement: Any = spec.placements[axis]
     return (placement.dim, spec.grid[placement.dim]) if is_sharding(placement) else None
 
 
@@ -268,5 +271,3 @@ def _meta(spec: ShardTensorSpec) -> Any:
 def _coordinate(spec: ShardTensorSpec) -> tuple[int, ...]:
     assert spec.coordinate is not None, "a rank outside the mesh holds no shard"
     return spec.coordinate
-
-

@@ -94,7 +94,9 @@ def shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, *, requires_gr
     spec = ShardTensorSpec.of(mesh, layout.placements, meta_of(tensor), grid)
     local = transition(tensor.detach(), spec.replicated(), spec).clone()
     made: ShardTensor = wrap(local, spec)
-    return made.requires_grad_() if requires_grad else made
+    if requires_grad:
+        made.requires_grad_()
+    return made
 
 
 @contextlib.contextmanager

@@ -71,7 +71,8 @@ class ShardTensorSpec(DTensorSpec, metaclass=_Interned):
         The mesh, of any number of axes.
     placements : Sequence of Placement, (n_axes,)
         ``Shard``, ``Replicate`` or ``Partial`` for every mesh axis; negative shard dims count from the end. Axes that
-        shard different dimensions form a product grid; axes that shard the same dimension nest, the lower axis outermost.
+        shard different dimensions form a product grid; axes that shard the same dimension nest, the lower axis
+        outermost.
     tensor_meta : TensorMeta, optional
         Shape, stride and dtype of the whole tensor. Without it only mesh and placements are known.
     shard_order, use_strided_shard_as_shard_order
