@@ -390,3 +390,29 @@ def test_composite_operators_are_taken_apart_in_inference_mode() -> None:
     with torch.inference_mode(), fallback_mode("error"):
         result = t.reshape(12, 4).unflatten(0, (2, 6)).flatten(1).chunk(2, dim=1)[1].narrow(0, 1, 1).squeeze()
     assert result.full_tensor().equal(x[1, 3:].flatten())
+
+
+@pytest.mark.ranks(2)
+def test_in_place_views_change_the_object_and_its_layout() -> None:
+    mesh = _mesh()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for layout in layouts_of(x.shape, mesh):
+        for change in [
+            lambda t: t.unsqueeze_(1).squeeze_(),
+            lambda t: t.unsqueeze_(0),
+            lambda t: t.t_(),
+            lambda t: t.transpose_(0, 1).unsqueeze_(-1).squeeze_(-1),
+            lambda t: t.swapaxes_(0, 1),
+        ]:
+            check_op(lambda t, f=change: f(t * 1) * 2, x, mesh=mesh, layouts=[layout], fallback="error")
+            t = shard(x, mesh, layout)
+            assert change(t) is t and t.shape == change(x.clone()).shape
+            assert tuple(t._local_tensor.shape) == tuple(t._spec.local_shape)
+
+
+@pytest.mark.ranks(2)
+def test_addressing_memory_raises_on_all_ranks() -> None:
+    t = shard(torch.randn(4, 3), _mesh(), Layout((Shard(0),), {0: (1, 3)}))
+    assert t.as_strided((4, 3), (3, 1)).full_tensor().equal(t.full_tensor())
+    with pytest.raises(UnsupportedShardingError, match="each shard has its own"):
+        t.t().as_strided((2, 2), (1, 2))

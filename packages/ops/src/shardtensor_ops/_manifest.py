@@ -30,6 +30,9 @@ _FAMILIES = {
         torch.unsafe_chunk torch.Tensor.unsafe_chunk torch.unsafe_split_with_sizes
         torch.Tensor.unsafe_split_with_sizes torch.unbind torch.Tensor.unbind
     """,
+    "shardtensor_ops.inplace_view": """
+        aten.unsqueeze_ aten.squeeze_ aten.t_ aten.transpose_ aten.as_strided
+    """,
     "shardtensor_ops.loss": """
         aten.mse_loss aten.mse_loss_backward aten.smooth_l1_loss aten.smooth_l1_loss_backward aten.huber_loss
         aten.huber_loss_backward aten.soft_margin_loss aten.soft_margin_loss_backward aten.binary_cross_entropy

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -29,9 +30,16 @@ def is_accumulation(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def change_shape_only(op: torch._ops.OpOverload, wrapper: torch.Tensor, *arguments: Any) -> None:
+    """Run an in-place view operator on what a subclass shows of itself, without dispatching to the subclass."""
+    with no_dispatch():
+        op(wrapper, *arguments)
+
+
 __all__ = [
     "autocast_is_on",
     "below_torch_function",
+    "change_shape_only",
     "is_accumulation",
     "outside_modes",
     "requires_grad",
