@@ -242,6 +242,29 @@ def test_pieces() -> None:
             check_op(function, x, mesh=mesh, layouts=[layout], fallback="error")
 
 
+@pytest.mark.ranks(2)
+def test_pieces_that_nobody_uses_take_no_memory_of_global_size() -> None:
+    mesh = _mesh()
+    x = torch.randn(40, 8)
+    for use in [
+        lambda t: t.chunk(4)[1],
+        lambda t: t.split([30, 10])[1],
+        lambda t: t.unbind(1)[2],
+        lambda t: t.unbind()[3],
+    ]:
+        t = shard(x, mesh, Layout((Shard(0),), {0: (15, 25)}), requires_grad=True)
+        with fallback_mode("error"), comm_trace() as trace:
+            used = use(t)
+            weight = torch.ones_like(used.detach())
+            with _LargestAllocation() as largest:
+                (gradient,) = torch.autograd.grad(used, t, weight)
+        assert not trace.events
+        assert gradient._spec.grid == t._spec.grid
+        assert largest.n_elements <= t._local_tensor.numel()
+        plain = x.clone().requires_grad_()
+        assert gradient.full_tensor().equal(torch.autograd.grad(use(plain).sum(), plain)[0])
+
+
 @pytest.mark.ranks(3)
 def test_diagonals() -> None:
     mesh = _mesh()

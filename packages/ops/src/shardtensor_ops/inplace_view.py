@@ -1,4 +1,4 @@
-"""Operators that change the shape of a tensor object itself, and those that address memory, which a shard has its own of."""
+"""Operators that change the shape of a tensor object itself, and those that address memory, which is one per shard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_strided(
     if is_same and not storage_offset:
         return dispatch(aten.alias.default, (tensor,), None)  # type: ignore[no-any-return]
     raise UnsupportedShardingError(
-        f"as_strided({tuple(size)}, {tuple(stride)}, {storage_offset}) addresses one memory, but each shard has its own",
+        f"as_strided({tuple(size)}, {tuple(stride)}) addresses one memory, and each shard has its own",
         where="aten.as_strided",
         inputs=[tensor._spec.describe()],
         advice="use view, permute, slices, expand or unfold, or gather with full_tensor() first",
