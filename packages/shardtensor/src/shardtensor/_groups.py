@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor_spec import LayoutMismatchError, forget_old_world, on_new_world
 
+from ._torch_private import outside_modes
+
 
 def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """Group of the ranks along one mesh axis, on the line through this rank. Member i has coordinate i.
@@ -28,8 +30,9 @@ def _axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutMismatchError(f"this rank is not part of the mesh {mesh}, so it cannot communicate over it")
-    line = mesh.mesh[tuple(slice(None) if other == axis else at for other, at in enumerate(coordinate))]
-    _require_ascending(line.tolist(), mesh)
+    with outside_modes():  # the ranks are real numbers, also while a graph is traced
+        line = mesh.mesh[tuple(slice(None) if other == axis else at for other, at in enumerate(coordinate))]
+        _require_ascending(line.tolist(), mesh)
     return mesh.get_group(axis)
 
 
@@ -53,10 +56,12 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.get_coordinate() is None:
         raise LayoutMismatchError(f"this rank is not part of the mesh {mesh}, so it cannot communicate over it")
-    _require_ascending(mesh.mesh.flatten().tolist(), mesh)
+    with outside_modes():
+        ranks = mesh.mesh.flatten().tolist()
+    _require_ascending(ranks, mesh)
     if mesh.ndim == 1:
         return mesh.get_group(0)
-    if mesh.size() == dist.get_world_size() and mesh.mesh.flatten().tolist() == list(range(mesh.size())):
+    if mesh.size() == dist.get_world_size() and ranks == list(range(mesh.size())):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return mesh._flatten().get_group()
