@@ -189,11 +189,17 @@ def _rows(split: tuple[float, ...] | None, n_shards: int, extent: int) -> tuple[
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 0.4,0.6") from None
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 8,8,16") from None
 
 
 def describe(options: Options) -> str:
