@@ -49,8 +49,6 @@ def _plan_extrema(call: Call) -> Plan | None:
     return axis_plan(call, [names], [rest, rest], reduce_op=None)
 
 
-
-
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
@@ -126,7 +124,10 @@ def test_without_another_dim_the_operand_is_gathered() -> None:
     x = _random(5)
     t = shard(x, mesh, Layout((Shard(0),), {0: (1, 4)}))
     assert torch.equal(ops.sorted_rows(t, 0).full_tensor(), x.sort().values)
-    with fallback_mode("error"), pytest.raises(NotImplementedError, match=r"axis_rule_test.sorted_rows.* gathered whole"):
+    with (
+        fallback_mode("error"),
+        pytest.raises(NotImplementedError, match=r"axis_rule_test.sorted_rows.* gathered whole"),
+    ):
         ops.sorted_rows(t, 0)
 
 

@@ -4,8 +4,8 @@ The first of these that applies serves an operator: a handler; a rule, whose pla
 which is right but not scalable and is reported (`set_fallback_mode`).
 
 A plan depends only on the operator, the layouts and the static arguments, so it is cached on these. The commonest
-plans (operands as they are, one result) are kept in a table of their own, and a hit does nothing but call the operator on
-the local tensors and wrap the result: this path must stay below DTensor's own cost.
+plans (operands as they are, one result) are kept in a table of their own, and a hit does nothing but call the operator
+on the local tensors and wrap the result: this path must stay below DTensor's own cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_CACHED_PLANS = 4096
 Key = tuple[Any, ...]
 
 _direct: dict[Key, tuple[Callable[..., Any], ShardTensorSpec | None]] = {}
-"""Key -> what to call on the local tensors, and the layout of the result (None: the operator wrote to its first operand)."""
+"""Key -> what to call on the local tensors, and the layout of the result (None: it wrote to its first operand)."""
 _plans: dict[Key, Plan] = {}
 _handlers: dict[Any, Handler | None] = {}
 
@@ -251,8 +251,8 @@ def _check_plain_operand(tensor: torch.Tensor, op: Any, mesh: Any) -> None:
     check_may_promote(tensor, mesh)
     if tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise LayoutMismatchError(
-            f"a plain tensor of shape {tuple(tensor.shape)} that requires a gradient meets a ShardTensor inside {op}: its "
-            "gradient would be a ShardTensor",
+            f"a plain tensor of shape {tuple(tensor.shape)} that requires a gradient meets a ShardTensor inside {op}: "
+            "its gradient would be a ShardTensor",
             where=str(op),
             advice="make it a ShardTensor first, e.g. ShardTensor.from_local(tensor, mesh, [Replicate()])",
         )
@@ -325,7 +325,7 @@ def _promote_operands(value: Any, mesh: Any) -> Any:
 
 
 def _key_of(value: Any) -> Any:
-    """Return what of an argument a plan may depend on: the layout of a tensor, the type of a float, the value of the rest."""
+    """Return what a plan may depend on: the layout of a tensor, the type of a float, the value of anything else."""
     kind = type(value)
     if kind is ShardTensor:
         return value._spec

@@ -108,7 +108,7 @@ def _composite(below: Callable[..., Any]) -> Handler:
 
 
 def _promote_differentiable(values: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Promote the DTensors, and the plain tensors that need a gradient; dispatch takes the other plain ones as they are."""
+    """Promote the DTensors, and the plain tensors that need a gradient; dispatch takes the other plain ones itself."""
     if not _needs_promotion(values):
         return values
     mesh = _first_mesh(args, kwargs)

@@ -184,7 +184,7 @@ def _make_partials(local: torch.Tensor, source: ShardTensorSpec, target: ShardTe
 
 
 def _through_unfolded(local: torch.Tensor, source: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
-    """Unfold both sides where their repeats agree; else pass through shards of whole repeats, which are contiguous rows."""
+    """Unfold both sides where their repeats agree; else pass through shards of whole repeats: contiguous rows."""
     repeats = {dim: split.n_repeats for dim, split in source.grid.items() if split.n_repeats != 1}
     wanted = {dim: split.n_repeats for dim, split in target.grid.items() if split.n_repeats != 1}
     for dim in repeats.keys() & wanted.keys():
