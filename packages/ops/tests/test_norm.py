@@ -302,3 +302,20 @@ def test_operators_below_autograd() -> None:
             fallback="error",
         )
         check_op(lambda x: torch.native_group_norm(x, None, None, 3, 4, 5, 2, 1e-5)[0], x, mesh=mesh, layouts=[layout])
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_compiled_step_equals_eager() -> None:
+    x = _double(2, 4, 5, 3)
+    for make in [lambda: torch.nn.GroupNorm(2, 4), lambda: torch.nn.BatchNorm2d(4), lambda: torch.nn.LayerNorm((5, 3))]:
+        torch._dynamo.reset()
+        one, ours = make().double(), make().double()
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+        plain, t = x.clone().requires_grad_(), _cut(x, (1, 4), dim=2, requires_grad=True)
+        for module, leaf in ((one, plain), (compiled, t)):
+            (module(leaf) * leaf).sum().backward()
+        assert t.grad.full_tensor().allclose(plain.grad)
+        for got, want in zip(ours.parameters(), one.parameters(), strict=True):
+            assert got.grad.allclose(want.grad)
+        for got, want in zip(ours.buffers(), one.buffers(), strict=True):
+            assert torch.allclose(got, want)

@@ -426,3 +426,20 @@ def test_replicated_operands_stay_replicated() -> None:
         t.max()
         t.var()
     assert not trace.events
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_compiled_reductions_equal_eager() -> None:
+    def loss(t: torch.Tensor) -> torch.Tensor:
+        parts = [t.mean(0), t.var(0), t.max(0).values, t.logsumexp(0), t.prod(0), torch.linalg.vector_norm(t, 2, 0)]
+        return sum(part.sum() for part in parts) + t.softmax(0).amax(1).sum()
+
+    x = torch.randn(5, 3, dtype=torch.float64)
+    plain, t = x.clone().requires_grad_(), _cut(x, (1, 4), requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    want, got = loss(plain), compiled(t)
+    want.backward()
+    got.backward()
+    assert got.detach().full_tensor().allclose(want.detach())
+    assert t.grad.full_tensor().allclose(plain.grad)

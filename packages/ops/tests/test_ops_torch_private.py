@@ -1,0 +1,42 @@
+"""torch's private names still are what we take them for. A failure here means: torch moved, look at _torch_private."""
+
+from __future__ import annotations
+
+import torch
+
+from shardtensor_ops import _torch_private
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def test_requires_grad_looks_at_every_argument() -> None:
+    leaf = torch.ones(2, requires_grad=True).as_subclass(_Subclass)
+    assert _torch_private.requires_grad(None, torch.ones(1), leaf)
+    assert not _torch_private.requires_grad(None, torch.ones(1), 3)
+
+
+def test_functions_run_below_torch_function() -> None:
+    tensor = torch.ones(2).as_subclass(_Subclass)
+    total = _torch_private.run_below_torch_function(torch.sum, (_Subclass,), (tensor,), {})
+    assert type(total) is torch.Tensor
+
+
+def test_the_node_that_stores_a_gradient_is_known() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    twice = leaf * 2
+    (first, _) = twice.grad_fn.next_functions
+    assert _torch_private.is_accumulation(first[0])
+    assert not _torch_private.is_accumulation(twice.grad_fn)
+
+
+def test_autocast_is_seen() -> None:
+    assert not _torch_private.autocast_is_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _torch_private.autocast_is_on()
+
+
+def test_meta_computations_hide_from_modes() -> None:
+    with torch._subclasses.FakeTensorMode(), _torch_private.outside_modes():
+        assert type(torch.ones(1)) is torch.Tensor
