@@ -170,10 +170,10 @@ def test_cross_entropy_of_class_indices(shape: tuple[int, ...]) -> None:
         for reduction in REDUCTIONS:
             for kwargs in ({}, {"ignore_index": 2}):
                 function = functools.partial(F.cross_entropy, reduction=reduction, **kwargs)
-                check_op(function, x, target, mesh=mesh, layouts=[layout, target_layout])
+                check_op(function, x, target, mesh=mesh, layouts=[layout, target_layout], fallback="error")
                 check_op(
                     lambda a, b, w, f=function: f(a, b, weight=w.detach()),
-                    x, target, weight, mesh=mesh, layouts=[layout, None, None],
+                    x, target, weight, mesh=mesh, layouts=[layout, None, None], fallback="error",
                 )  # fmt: skip
 
 
@@ -198,10 +198,12 @@ def test_cross_entropy_of_probabilities_and_label_smoothing(shape: tuple[int, ..
     for layout in layouts_of(x.shape, mesh):
         for reduction in REDUCTIONS:
             soft = functools.partial(F.cross_entropy, reduction=reduction, weight=weight, label_smoothing=0.1)
-            check_op(soft, x, probabilities, mesh=mesh, layouts=[layout, layout])
-            check_op(functools.partial(soft, ignore_index=2), x, target, mesh=mesh, layouts=[layout, None])
+            check_op(soft, x, probabilities, mesh=mesh, layouts=[layout, layout], fallback="error")
+            check_op(
+                functools.partial(soft, ignore_index=2), x, target, mesh=mesh, layouts=[layout, None], fallback="error"
+            )
             plain = functools.partial(F.cross_entropy, reduction=reduction, label_smoothing=0.1, ignore_index=2)
-            check_op(plain, x, target, mesh=mesh, layouts=[layout, None])
+            check_op(plain, x, target, mesh=mesh, layouts=[layout, None], fallback="error")
 
 
 @pytest.mark.ranks(2)
@@ -252,7 +254,7 @@ def test_losses_of_rows(name: str) -> None:
         for layout in layouts_of(x.shape, mesh):
             for other in (layout, None):
                 check_op(
-                    lambda a, b, r=reduction: ROWWISE[name](a, b, r), x, y, mesh=mesh, layouts=[layout, other]
+                    lambda a, b, r=reduction: ROWWISE[name](a, b, r), x, y, mesh=mesh, layouts=[layout, other], fallback="error"
                 )  # fmt: skip
 
 

@@ -18,12 +18,14 @@ from torch.distributed.tensor import Partial, Replicate
 from shardtensor import LayoutMismatchError, ShardTensor, ShardTensorSpec
 from shardtensor.extending import (
     Call,
+    Redistribute,
     TensorMeta,
     axis_group,
     axis_name,
     axis_plan,
     contiguous_meta,
     direct_apply,
+    make_spec,
     meta_of,
     replicated_spec,
     run_on_meta,
@@ -32,7 +34,7 @@ from shardtensor.extending import (
     wrap,
 )
 from shardtensor_collectives import all_reduce, operator_range
-from shardtensor_spec import on_new_world
+from shardtensor_spec import DimSplit, is_sharding, on_new_world
 
 from ._kernels import Kernel, Names, kernel_of
 from ._torch_private import autocast_is_on, requires_grad
@@ -111,20 +113,26 @@ def contract(contraction: Contraction, first: Any, second: Any, bias: Any = None
     return contract_below_autograd(contraction, first, second, bias)
 
 
-def contract_below_autograd(contraction: Contraction, first: Any, second: Any, bias: Any = None) -> Any:
-    """Contract without recording for autograd. See `contract`."""
+def contract_below_autograd(
+    contraction: Contraction, first: Any, second: Any, bias: Any = None, like: ShardTensorSpec | None = None
+) -> Any:
+    """Contract without recording for autograd, sharded like another tensor where the operands leave it open.
+
+    See `contract`.
+    """
     key = (
         contraction,
         first._spec if type(first) is ShardTensor else first.shape,
         second._spec if type(second) is ShardTensor else second.shape,
         None if bias is None else bias._spec if type(bias) is ShardTensor else bias.shape,
+        like,
     )
     try:
         step = _steps.get(key)
     except TypeError:  # a symbolic size cannot be hashed, so the step is planned anew
-        step = _plan_step(contraction, first, second, bias)
+        step = _plan_step(contraction, first, second, bias, like)
     if step is None:
-        step = _remember(key, _plan_step(contraction, first, second, bias))
+        step = _remember(key, _plan_step(contraction, first, second, bias, like))
     local_first = first._local_tensor if type(first) is ShardTensor else first
     local_second = second._local_tensor if type(second) is ShardTensor else second
     local_bias = bias._local_tensor if type(bias) is ShardTensor else bias
@@ -145,7 +153,9 @@ class _Contract(torch.autograd.Function):
         ctx.contraction = contraction
         ctx.bias_is_plain = type(bias) is not ShardTensor
         ctx.save_for_backward(first, second)
-        return contract_below_autograd(contraction, first, second, bias)
+        result = contract_below_autograd(contraction, first, second, bias)
+        ctx.result = result._spec
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
@@ -165,9 +175,16 @@ class _Contract(torch.autograd.Function):
         if gradient._spec.tensor_meta.dtype.is_complex:
             first, second = first.conj(), second.conj()
         is_recorded = torch.is_grad_enabled()
-        run = contract if is_recorded else contract_below_autograd
-        for_first = run(contraction.for_first, gradient, second) if first_needs else None
-        for_second = run(contraction.for_second, gradient, first) if second_needs else None
+        settled = _settled(gradient._spec, ctx.result)
+        if settled is not gradient._spec:
+            gradient = Redistribute.apply(gradient, settled)
+        for_first = for_second = None
+        if first_needs:
+            like = first._spec if type(first) is ShardTensor else None
+            for_first = _gradient(contraction.for_first, gradient, second, like, is_recorded)
+        if second_needs:
+            like = second._spec if type(second) is ShardTensor else None
+            for_second = _gradient(contraction.for_second, gradient, first, like, is_recorded)
         for_bias = None
         if bias_needs:
             for_bias = _sum_rows_recorded(gradient) if is_recorded else _sum_rows(gradient)
@@ -176,6 +193,25 @@ class _Contract(torch.autograd.Function):
 
 
 _apply = direct_apply(_Contract)
+
+
+def _gradient(contraction: Contraction, gradient: Any, other: Any, like: Any, is_recorded: bool) -> Any:
+    if is_recorded:
+        return contract(contraction, gradient, other)
+    return contract_below_autograd(contraction, gradient, other, None, like)
+
+
+@functools.lru_cache(maxsize=1024)
+def _settled(spec: ShardTensorSpec, result: ShardTensorSpec) -> ShardTensorSpec:
+    """Layout of a gradient whose pending sums are done where the result was sharded: once, not in every use of it."""
+    is_open = any(
+        isinstance(placement, Partial) and is_sharding(wanted)
+        for placement, wanted in zip(spec.placements, result.placements, strict=True)
+    )
+    if not is_open:
+        return spec
+    assert spec.tensor_meta is not None
+    return without_partial(result).with_meta(spec.tensor_meta)
 
 
 def _completed(gradients: Sequence[Any], plain: Sequence[bool], is_recorded: bool) -> Sequence[Any]:
@@ -251,7 +287,7 @@ def _row_sum_layout(spec: ShardTensorSpec) -> ShardTensorSpec:
     return plan.result
 
 
-def _plan_step(contraction: Contraction, first: Any, second: Any, bias: Any) -> _Step:
+def _plan_step(contraction: Contraction, first: Any, second: Any, bias: Any, like: ShardTensorSpec | None) -> _Step:
     mesh = _common_mesh([first, second, bias])
     specs = [
         None if tensor is None else tensor._spec if type(tensor) is ShardTensor else replicated_spec(tensor, mesh)
@@ -269,6 +305,7 @@ def _plan_step(contraction: Contraction, first: Any, second: Any, bias: Any) -> 
         meta_of(whole),
         bias_spec,
         contraction.result[-1:],
+        like,
     )
     is_direct = all(target is spec for target, spec in zip(targets, specs, strict=True))
     moves = tuple(
@@ -286,8 +323,21 @@ def plan_product(
     meta: TensorMeta,
     bias: ShardTensorSpec | None,
     bias_names: Sequence[Hashable],
+    like: ShardTensorSpec | None = None,
 ) -> tuple[tuple[ShardTensorSpec, ShardTensorSpec, ShardTensorSpec | None], ShardTensorSpec]:
     """Choose layouts for ``bias + product``.
+
+    Parameters
+    ----------
+    specs, names
+        Layouts and dim names of the two operands.
+    result, meta
+        Dim names, and shape, stride and dtype of the result.
+    bias, bias_names
+        Layout and dim names of what is added.
+    like : ShardTensorSpec, optional
+        Of the result's shape. Axes that no operand shards shard the result as they do here: a gradient is not
+        computed whole on every rank where its operand is sharded.
 
     Returns
     -------
@@ -301,9 +351,30 @@ def plan_product(
         operand_names.append(tuple(bias_names))
     call = Call(torch.ops.aten.mm.default, tuple(operands), {})
     plan = axis_plan(call, operand_names, [tuple(result)], linear="each", metas=[meta])
+    open_splits = {} if like is None or plan is None else _open_splits(plan.targets, operand_names, like, result)
+    if open_splits and like is not None:
+        wanted = make_spec(like.mesh, meta, open_splits)
+        call = Call(call.op, (*operands, wanted), {})
+        plan = axis_plan(call, [*operand_names, tuple(result)], [tuple(result)], linear="each", metas=[meta])
     assert plan is not None and isinstance(plan.result, ShardTensorSpec)
-    first, second, *rest = plan.targets
+    first, second, *rest = plan.targets[: len(operands)]
     return (first, second, rest[0] if rest else None), plan.result
+
+
+def _open_splits(
+    targets: Sequence[ShardTensorSpec],
+    names: Sequence[Sequence[Hashable]],
+    like: ShardTensorSpec,
+    result: Sequence[Hashable],
+) -> dict[int, DimSplit]:
+    """Splits of a wanted layout that contradict nothing: neither their names nor their axes are in use."""
+    used_axes = {axis for target in targets for split in target.grid.values() for axis in split.axes}
+    used_names = {operand[dim] for target, operand in zip(targets, names, strict=True) for dim in target.grid}
+    return {
+        dim: split
+        for dim, split in like.grid.items()
+        if result[dim] is not None and result[dim] not in used_names and used_axes.isdisjoint(split.axes)
+    }
 
 
 def holds_bias(result: ShardTensorSpec) -> bool:
@@ -354,3 +425,4 @@ def _remember(key: Any, step: _Step) -> _Step:
 on_new_world(_steps.clear)
 on_new_world(_row_sum_layout.cache_clear)
 on_new_world(_pending_lines.cache_clear)
+on_new_world(_settled.cache_clear)

@@ -61,8 +61,14 @@ def plan_sum_with_product(call: Call) -> Plan | None:
     )
     target_first, target_second, target_added = targets
     assert target_added is not None
-    local = None if holds_bias(layout) else _adding_nothing(call.op)
+    op = _addmv if _packet(call) == "addmv" else call.op
+    local = op if holds_bias(layout) else _adding_nothing(op)
     return Plan((target_added, target_first, target_second), layout, local)
+
+
+def _addmv(added: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """``addmv`` of any shard: torch itself returns one row where one row is added to a matrix of none."""
+    return torch.addmv(added.expand(matrix.shape[0]), matrix, vector, **kwargs)
 
 
 def _adding_nothing(op: Any) -> Callable[..., torch.Tensor]:
