@@ -100,6 +100,7 @@ def axis_plan(
         _target(spec, names, by_name, partial_operands[index])
         for index, (spec, names) in enumerate(zip(specs, operands, strict=True))
     )
+
     def contracted(names: DimNames) -> dict[int, str]:
         """Axes along which a result is pending: they shard a name that it does not have."""
         if reduce_op is None:

@@ -35,6 +35,8 @@ Key = tuple[Any, ...]
 
 _direct: dict[Key, tuple[Callable[..., Any], ShardTensorSpec | None]] = {}
 """Key -> what to call on the local tensors, and the layout of the result (None: it wrote to its first operand)."""
+_direct_many: dict[Key, tuple[Callable[..., Any], tuple[ShardTensorSpec, ...]]] = {}
+"""The same for operators that return several tensors."""
 _plans: dict[Key, Plan] = {}
 _handlers: dict[Any, Handler | None] = {}
 
@@ -81,7 +83,42 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
                 if hit is not None:
                     local = hit[0](first._local_tensor)
                     return first if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
+        key, locals_ = [op], []
+        for argument in args:
+            kind = type(argument)
+            if kind is ShardTensor:
+                key.append(argument._spec)
+                locals_.append(argument._local_tensor)
+            elif kind is int or argument is None:
+                key.append(argument)
+                locals_.append(argument)
+            else:
+                key.append(_key_of(argument))
+                locals_.append(_locals_of(argument))
+        found = _find_direct(tuple(key))
+        if found is not None:
+            return _run_direct(found, locals_, args)
     return _dispatch_generally(op, args, kwargs or {})
+
+
+def _find_direct(key: Key) -> Any:
+    try:
+        return _direct.get(key) or _direct_many.get(key)
+    except TypeError:  # a symbolic size cannot be hashed
+        return None
+
+
+def _run_direct(found: Any, locals_: list[Any], args: tuple[Any, ...]) -> Any:
+    call, layout = found
+    outcome = call(*locals_)
+    if layout is None:
+        return args[0]
+    if type(layout) is ShardTensorSpec:
+        return make_wrapper(ShardTensor, outcome, layout, requires_grad=False)
+    wrapped = [
+        make_wrapper(ShardTensor, local, spec, requires_grad=False) for local, spec in zip(outcome, layout, strict=True)
+    ]
+    return wrapped if type(outcome) is list else tuple(wrapped)
 
 
 def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,14 +130,9 @@ def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return handler(*_promote_operands(args, mesh), **_promote_operands(kwargs, mesh))
     key = (op, *map(_key_of, args), *((name, _key_of(value)) for name, value in kwargs.items()))
     try:
-        hit = _direct.get(key)
         plan = _plans.get(key)
     except TypeError:  # a symbolic size cannot be hashed, so the plan is made anew
         return _execute(_make_plan(op, args, kwargs), op, args, kwargs)
-    if hit is not None:
-        # Direct plans take their operands as they are; which of them are plain was decided when the plan was made.
-        local = hit[0](*map(_local_of, args), **{name: _local_of(value) for name, value in kwargs.items()})
-        return args[0] if hit[1] is None else make_wrapper(ShardTensor, local, hit[1], requires_grad=False)
     if plan is None:
         plan = _make_plan(op, args, kwargs)
         _remember(key, plan, op, args, kwargs)
@@ -120,27 +152,43 @@ def _make_plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
 
 
 def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for table in (_plans, _direct):
+    for table in (_plans, _direct, _direct_many):
         if len(table) >= N_CACHED_PLANS:  # e.g. a new length at every step: forget the oldest quarter
             for old in list(table)[: N_CACHED_PLANS // 4]:
                 del table[old]
-    operands = _operands(args) + _operands(kwargs)
+    _plans[key] = plan
+    operands = _operands(args)
     writes = schema_writes(op)
+    layouts = plan.result if isinstance(plan.result, tuple) else (plan.result,)
     is_direct = (
         not _debug.enabled
-        and plan.kind != "gather"
-        and not plan.replaced
+        and not kwargs
+        and plan.kind == "native"
         and plan.final is None
-        and isinstance(plan.result, ShardTensorSpec)
+        and all(isinstance(layout, ShardTensorSpec) for layout in layouts)
         and torch.Tag.nondeterministic_seeded not in op.tags
         and all(type(t) is ShardTensor and t._spec is target for t, target in zip(operands, plan.targets, strict=True))
         and (not writes or (writes == (0,) and not _returns_new(op) and not any_copied_views()))
-        and not any(isinstance(value, (list, tuple)) and _operands(value) for value in (*args, *kwargs.values()))
     )
-    if is_direct:
-        _direct[key] = (plan.local or op, None if writes else cast(ShardTensorSpec, plan.result))
+    if not is_direct:
+        return
+    call = _with_replaced(plan, op) if plan.replaced else plan.local or op
+    if isinstance(plan.result, tuple):
+        if not writes:
+            _direct_many[key] = call, cast("tuple[ShardTensorSpec, ...]", plan.result)
     else:
-        _plans[key] = plan
+        _direct[key] = call, None if writes else cast(ShardTensorSpec, plan.result)
+
+
+def _with_replaced(plan: Plan, op: Any) -> Callable[..., Any]:
+    """Return the plan's local call with the local values of shape arguments put in place."""
+    call = plan.local or op
+
+    def call_localized(*args: Any) -> Any:
+        local_args, local_kwargs = plan.localize(op, args, {})
+        return call(*local_args, **local_kwargs)
+
+    return call_localized
 
 
 def _returns_new(op: Any) -> bool:
@@ -290,6 +338,15 @@ def _local_of(value: Any) -> Any:
     return value._local_tensor if isinstance(value, ShardTensor) else value
 
 
+def _locals_of(value: Any) -> Any:
+    """Replace ShardTensors by their shards, in lists too; anything else stays."""
+    if isinstance(value, ShardTensor):
+        return value._local_tensor
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return [_locals_of(item) for item in value]
+    return value
+
+
 def _spec_of(tensor: Any, mesh: Any) -> ShardTensorSpec:
     return tensor._spec if isinstance(tensor, ShardTensor) else replicated_spec(tensor, mesh)
 
@@ -345,6 +402,7 @@ def _key_of(value: Any) -> Any:
 def forget_plans() -> None:
     """Empty the caches."""
     _direct.clear()
+    _direct_many.clear()
     _plans.clear()
     _handlers.clear()
 

@@ -102,6 +102,7 @@ def schema_writes(op: torch._ops.OpOverload) -> tuple[int, ...]:
     )
 
 
+@functools.cache
 def schema_argument_names(op: torch._ops.OpOverload) -> Sequence[str]:
     """Names of an operator's arguments, in order."""
     return [argument.name for argument in op._schema.arguments]
