@@ -80,7 +80,7 @@ def draw_memory(reference: Run, run: Run, path: Path) -> None:
     heights = [whole, *(rank.peak_bytes / MEBIBYTE for rank in run.ranks)]
     figure, axes = plt.subplots(figsize=(2.4 + 1.2 * len(heights), 3.6), layout="constrained")
     bars = axes.bar(range(len(heights)), heights, 0.6, color=[ONE] + [SPLIT] * len(run.ranks))
-    axes.bar_label(bars, [f"{height:.0f} MiB" for height in heights], padding=4)
+    axes.bar_label(bars, [f"{height:.0f} MiB" for height in heights], label_type="center", color="white")
     for position, rank in enumerate(run.ranks, start=1):
         ideal = whole / n_samples * n_rows(rank) / sum(run.record.rows)
         axes.hlines(ideal, position - 0.38, position + 0.38, color=ACCENT, linewidth=2, label="share of the rows")
@@ -131,7 +131,7 @@ def draw_slices(reference: Run, run: Run, path: Path) -> None:
             if column == 0:
                 axes.set_ylabel(name)
             if is_difference:
-                figure.colorbar(drawn, ax=axes, shrink=0.85, format="%.0e")
+                figure.colorbar(drawn, ax=axes, shrink=0.85, format="%.0e").outline.set_visible(False)
     figure.supxlabel(
         f"dashed: border between ranks along {SHARD_DIMS[run.record.shard_dim]}, rows {run.record.rows}", color=GREY
     )
