@@ -245,6 +245,11 @@ ROWWISE: dict[str, Callable[..., Any]] = {
 }
 
 
+def _rowwise(name: str, reduction: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = ROWWISE[name](x, y, reduction)
+    return result
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", ROWWISE)
 def test_losses_of_rows(name: str) -> None:
@@ -253,9 +258,8 @@ def test_losses_of_rows(name: str) -> None:
     for reduction in REDUCTIONS:
         for layout in layouts_of(x.shape, mesh):
             for other in (layout, None):
-                check_op(
-                    lambda a, b, r=reduction: ROWWISE[name](a, b, r), x, y, mesh=mesh, layouts=[layout, other], fallback="error"
-                )  # fmt: skip
+                function = functools.partial(_rowwise, name, reduction)
+                check_op(function, x, y, mesh=mesh, layouts=[layout, other], fallback="error")
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 _FAMILIES = {
+    "shardtensor_ops.random": """
+        aten.bernoulli_.float aten.uniform_ aten.normal_ aten.exponential_ aten.cauchy_ aten.geometric_
+        aten.log_normal_ aten.random_ aten.native_dropout torch.feature_dropout torch.feature_dropout_
+        torch.feature_alpha_dropout torch.feature_alpha_dropout_
+    """,
     "shardtensor_ops.adaptive_pool": """
         torch.nn.functional.adaptive_avg_pool1d torch.nn.functional.adaptive_max_pool1d
         torch.nn.functional.adaptive_max_pool1d_with_indices torch.nn.functional.adaptive_avg_pool2d

@@ -220,7 +220,7 @@ def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         local_args, local_kwargs = plan.localize(op, local_args, local_kwargs)
         call = plan.local or op
         if torch.Tag.nondeterministic_seeded in op.tags:
-            layout = plan.result if isinstance(plan.result, ShardTensorSpec) else None
+            layout = plan.result[0] if isinstance(plan.result, tuple) else plan.result
             with seeded_by_shard(layout, plan.targets[0], locals_[0].device):
                 outcome = call(*local_args, **local_kwargs)
         else:
