@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._torch_private import outside_modes
+from ._torch_private import nearest_exact_1d, outside_modes
 
 
 class Taps(NamedTuple):
@@ -93,7 +93,7 @@ def _tensors(like: torch.Tensor, dim: int, taps: Taps) -> list[tuple[torch.Tenso
 
 def nearest_taps(n_input: int, n_output: int, scale: float | None, dtype: torch.dtype, is_exact: bool) -> Taps:
     """Taps of ``mode="nearest"`` and ``"nearest-exact"``: torch's own kernel applied to row numbers."""
-    kernel = torch.ops.aten._upsample_nearest_exact1d if is_exact else torch.ops.aten.upsample_nearest1d
+    kernel = nearest_exact_1d if is_exact else torch.ops.aten.upsample_nearest1d
     with outside_modes(), torch.no_grad():
         # Row numbers are exact in the precision in which the kernels compute positions.
         numbers = torch.arange(n_input, dtype=_position_dtype(dtype)).view(1, 1, -1)

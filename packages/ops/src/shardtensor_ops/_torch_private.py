@@ -24,6 +24,26 @@ run_below_torch_function: Callable[..., Any] = torch._C._disabled_torch_function
 below_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is switched off."""
 
+nearest_exact_1d: Callable[..., torch.Tensor] = torch.ops.aten._upsample_nearest_exact1d
+"""Kernel of ``mode="nearest-exact"``: ``(tensor, output_size, scale)``."""
+
+adaptive_average_2d_backward: Callable[..., torch.Tensor] = torch.ops.aten._adaptive_avg_pool2d_backward
+adaptive_average_3d_backward: Callable[..., torch.Tensor] = torch.ops.aten._adaptive_avg_pool3d_backward
+"""Adjoint of an adaptive average: ``(gradient, input)``; of the input only the shape is read."""
+
+UPSAMPLING = {
+    "nearest": "upsample_nearest{}d",
+    "nearest-exact": "_upsample_nearest_exact{}d",
+    "linear": "upsample_linear{}d",
+    "bilinear": "upsample_bilinear{}d",
+    "bicubic": "upsample_bicubic{}d",
+    "trilinear": "upsample_trilinear{}d",
+    "bilinear antialias": "_upsample_bilinear{}d_aa",
+    "bicubic antialias": "_upsample_bicubic{}d_aa",
+    "lanczos antialias": "_upsample_lanczos{}d_aa",
+}
+"""Mode of interpolation -> name of its operator, to be formatted with the number of spatial dims."""
+
 
 def is_accumulation(node: Any) -> bool:
     """Whether a node of the graph stores a gradient in a leaf."""
@@ -37,10 +57,14 @@ def change_shape_only(op: torch._ops.OpOverload, wrapper: torch.Tensor, *argumen
 
 
 __all__ = [
+    "UPSAMPLING",
+    "adaptive_average_2d_backward",
+    "adaptive_average_3d_backward",
     "autocast_is_on",
     "below_torch_function",
     "change_shape_only",
     "is_accumulation",
+    "nearest_exact_1d",
     "outside_modes",
     "requires_grad",
     "run_below_torch_function",

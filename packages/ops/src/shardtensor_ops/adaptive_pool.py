@@ -26,6 +26,7 @@ from ._pool_plan import PoolingPlan
 from ._resample import resampling
 from ._supported import supported_layout
 from ._taps import Taps, adaptive_average_taps
+from ._torch_private import adaptive_average_2d_backward, adaptive_average_3d_backward
 from ._window import is_alone, own_rows, shard_of, split_of, with_sizes
 from .pool import max_pool
 
@@ -114,12 +115,9 @@ def _pending_average(name: str, spec: ShardTensorSpec, dim: int, n_output: int) 
 def _average_adjoint(gradient: torch.Tensor, input_shape: Sequence[int], n_spatial: int) -> torch.Tensor:
     like = gradient.new_empty(()).expand(tuple(input_shape))
     if n_spatial == 1:
-        wide = torch.ops.aten._adaptive_avg_pool2d_backward(gradient.unsqueeze(-2), like.unsqueeze(-2))
-        narrow: torch.Tensor = wide.squeeze(-2)
-        return narrow
-    backward = getattr(torch.ops.aten, f"_adaptive_avg_pool{n_spatial}d_backward")
-    result: torch.Tensor = backward(gradient, like)
-    return result
+        return adaptive_average_2d_backward(gradient.unsqueeze(-2), like.unsqueeze(-2)).squeeze(-2)
+    backward = adaptive_average_2d_backward if n_spatial == 2 else adaptive_average_3d_backward
+    return backward(gradient, like)
 
 
 def _maximum(n_spatial: int, returns_pair: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

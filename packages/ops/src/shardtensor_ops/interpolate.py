@@ -23,18 +23,7 @@ from ._naming import shape_of
 from ._resample import resampling
 from ._supported import supported_layout
 from ._taps import Taps, cubic_taps, linear_taps, nearest_taps
-
-_KERNELS = {
-    "nearest": "upsample_nearest{}d",
-    "nearest-exact": "_upsample_nearest_exact{}d",
-    "linear": "upsample_linear{}d",
-    "bilinear": "upsample_bilinear{}d",
-    "bicubic": "upsample_bicubic{}d",
-    "trilinear": "upsample_trilinear{}d",
-    "bilinear antialias": "_upsample_bilinear{}d_aa",
-    "bicubic antialias": "_upsample_bicubic{}d_aa",
-    "lanczos antialias": "_upsample_lanczos{}d_aa",
-}
+from ._torch_private import UPSAMPLING
 
 
 @functools.lru_cache(maxsize=512)
@@ -59,7 +48,7 @@ def _plan(
     is_nearest = mode.startswith("nearest")
     aligned = bool(align_corners)
     flags = [] if is_nearest else [aligned]
-    kernel_name = _KERNELS[f"{mode} antialias" if antialias else mode].format(n_spatial)
+    kernel_name = UPSAMPLING[f"{mode} antialias" if antialias else mode].format(n_spatial)
 
     def taps_of_dim(dim: int) -> Taps:
         n_input, n_output, scale, dtype = before[dim], after[dim], scales[dim - 2], meta.dtype
