@@ -1,4 +1,4 @@
-"""DDP over the data axis with sharded inputs, as the reference page's script does it: the single process's gradients."""
+"""DDP over the data axis with sharded inputs, as the reference page does it: the single process's gradients."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from shardtensor.extending import Call, Plan, axis_plan, register_rule
 from shardtensor.testing import Layout, fallback_mode, layouts_of, shard
 from shardtensor_collectives import comm_trace
 
-_library = torch.library.Library("axis_rule_test", "DEF")  # noqa: TOR901
+_library = torch.library.Library("axis_rule_test", "DEF")
 _library.define("product(Tensor a, Tensor b) -> Tensor")
 _library.define("sorted_rows(Tensor a, int dim) -> Tensor")
 _library.define("extrema(Tensor a, int dim) -> (Tensor, Tensor)")

@@ -12,7 +12,7 @@ from shardtensor import ShardTensor, _dispatch
 from shardtensor.extending import Call, Plan, axis_plan, register_rule
 from shardtensor.testing import Layout, fallback_mode, shard
 
-_library = torch.library.Library("dispatch_test", "DEF")  # noqa: TOR901
+_library = torch.library.Library("dispatch_test", "DEF")
 _library.define("double(Tensor a) -> Tensor")
 _library.define("double_(Tensor(a!) a) -> Tensor(a!)")
 _library.define("scaled(Tensor a, float factor, *, bool negate=False) -> Tensor")

@@ -6,15 +6,14 @@ import functools
 
 from torch.distributed.tensor import Partial
 
-from shardtensor.extending import make_spec
+from shardtensor.extending import make_spec, report_gather
 from shardtensor_spec import DimSplit, ShardTensorSpec, chunk_sizes
 
 from ._naming import shape_of
 
 
-@functools.lru_cache(maxsize=1024)
 def supported_layout(
-    spec: ShardTensorSpec, *, whole: tuple[int, ...] = (), unfolded: tuple[int, ...] = ()
+    spec: ShardTensorSpec, operator: str, *, whole: tuple[int, ...] = (), unfolded: tuple[int, ...] = ()
 ) -> ShardTensorSpec:
     """Return the layout nearest to ``spec`` with nothing pending, some dims whole and some not folded.
 
@@ -22,6 +21,8 @@ def supported_layout(
     ----------
     spec : ShardTensorSpec
         The layout that a tensor has.
+    operator : str
+        Who asks, for the report of a gather.
     whole : tuple of int
         Dims that may not be sharded. Their shards move to the largest dim that is free, so memory stays divided.
     unfolded : tuple of int
@@ -31,7 +32,20 @@ def supported_layout(
     -------
     ShardTensorSpec
         ``spec`` itself if it will do.
+
+    Raises
+    ------
+    UnsupportedShardingError
+        If shards have nowhere to move to, and gathers are forbidden (`set_fallback_mode`).
     """
+    layout = _nearest(spec, whole, unfolded)
+    if _sharding_axes(layout) < _sharding_axes(spec):
+        report_gather(operator, (spec,))
+    return layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(spec: ShardTensorSpec, whole: tuple[int, ...], unfolded: tuple[int, ...]) -> ShardTensorSpec:
     shape = shape_of(spec)
     grid = {dim: split for dim, split in spec.grid.items() if dim not in whole}
     for dim in unfolded:
@@ -48,6 +62,10 @@ def supported_layout(
         return spec
     assert spec.tensor_meta is not None
     return make_spec(spec.mesh, spec.tensor_meta, grid)
+
+
+def _sharding_axes(spec: ShardTensorSpec) -> set[int]:
+    return {axis for split in spec.grid.values() for axis in split.axes}
 
 
 def _chunked(split: DimSplit, extent: int) -> DimSplit:

@@ -39,7 +39,7 @@ def _average(n_spatial: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def call(input: Any, output_size: Any) -> Any:
         n_dims = len(shape_of(input._spec))
         pooled = tuple(range(n_dims - n_spatial, n_dims))
-        source = supported_layout(input._spec, unfolded=pooled)
+        source = supported_layout(input._spec, "adaptive_pool", unfolded=pooled)
         result = brought_to(input, source)
         for operator in _averages(source, n_spatial, _hashable(output_size)):
             result = operator(result)
@@ -136,7 +136,7 @@ def _maximum(n_spatial: int, returns_pair: bool, args: tuple[Any, ...], kwargs: 
             if all(many):
                 kernel = tuple(extent // rows for extent, rows in zip(extents, sizes, strict=True))
                 return _REGULAR_MAXIMA[n_spatial - 1](input, kernel, return_indices=pairs)
-        source = supported_layout(input._spec, whole=pooled)
+        source = supported_layout(input._spec, "adaptive_pool", whole=pooled)
         plan = _whole_maximum(source, n_spatial, tuple(sizes))
         return max_pool(brought_to(input, source), plan, f"adaptive_max_pool{n_spatial}d", pairs)
 

@@ -276,7 +276,7 @@ def _convolve(
         meta_of_call(function, *metas, None, *arguments)  # which raises torch's own error
     geometry = geometry_of(weight_shape[2:])
     spatial = tuple(range(2, len(x_shape)))
-    x = brought_to(x, supported_layout(x._spec, whole=(1,), unfolded=spatial))
+    x = brought_to(x, supported_layout(x._spec, "convolution", whole=(1,), unfolded=spatial))
     plan = plan_convolution(function, x._spec, weight._spec, None if bias is None else bias._spec, geometry, arguments)
     return _Convolution.apply(x, weight, bias, plan)
 

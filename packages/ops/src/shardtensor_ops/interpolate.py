@@ -95,7 +95,7 @@ def _handle(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
             return getattr(F, f"adaptive_avg_pool{n_dims - 2}d")(input, tuple(meta.shape[2:]))
         spatial = tuple(range(2, n_dims))
         whole = spatial if antialias else ()
-        source = supported_layout(input._spec, whole=whole, unfolded=spatial)
+        source = supported_layout(input._spec, "interpolate", whole=whole, unfolded=spatial)
         operator = _plan(source, size, scale_factor, mode, align_corners, recompute_scale_factor, bool(antialias))
         return operator(brought_to(input, source))
 

@@ -172,7 +172,7 @@ def _handle(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
             input, pads = call(input, [min(n, 0) for n in pads]), tuple(max(n, 0) for n in pads)
         n_dims = len(input._spec.tensor_meta.shape)
         padded = tuple(range(max(n_dims - len(pads) // 2, 0), n_dims))
-        source = supported_layout(input._spec, unfolded=padded)
+        source = supported_layout(input._spec, "pad", unfolded=padded)
         operator = _plan(source, pads, mode)
         if value is not None and mode != "constant":
             meta_of_call(F.pad, meta_like(source), pads, mode, value)  # which raises torch's own error

@@ -17,6 +17,7 @@ EACH = frozenset({"mul", "neg", "positive"})
 JOINTLY = frozenset({"add", "sub", "subtract", "rsub"})
 """Linear in all operands together: a sum of pending operands is pending."""
 
+
 @register_rule(*names_served_by(__name__))
 def plan_pointwise(call: Call) -> Plan | None:
     """Every dim keeps its split; operands that are cut elsewhere come to the largest one's split."""

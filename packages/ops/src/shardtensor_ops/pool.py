@@ -198,7 +198,7 @@ def _tuple_of(value: Any, n_spatial: int) -> tuple[int, ...]:
 def _with_plain_dims(x: Any, n_spatial: int) -> Any:
     """Reduce what is pending and unfold the pooled dims."""
     n_dims = len(shape_of(x._spec))
-    return brought_to(x, supported_layout(x._spec, unfolded=tuple(range(max(n_dims - n_spatial, 0), n_dims))))
+    return brought_to(x, supported_layout(x._spec, "pool", unfolded=tuple(range(max(n_dims - n_spatial, 0), n_dims))))
 
 
 def _register() -> None:

@@ -11,7 +11,9 @@ from shardtensor_spec import LayoutMismatchError
 AXIS_NAMES = ("ddp", "domain")
 
 
-def init_domain_mesh(*, ddp: int | None = None, domain: int | None = None, device_type: str | None = None) -> DeviceMesh:
+def init_domain_mesh(
+    *, ddp: int | None = None, domain: int | None = None, device_type: str | None = None
+) -> DeviceMesh:
     """Arrange all processes in a mesh with the axes ``"ddp"`` and ``"domain"``.
 
     Ranks of one row of ``"domain"`` hold the parts of one sample; they are neighbours in rank order, so that the

@@ -110,9 +110,7 @@ def _plain_state(module: nn.Module) -> tuple[list[tuple[str, Tensor]], int]:
     return plain, n_distributed
 
 
-def _trouble(
-    module: nn.Module, mesh: DeviceMesh, state: list[tuple[str, Tensor]], n_distributed: int
-) -> str | None:
+def _trouble(module: nn.Module, mesh: DeviceMesh, state: list[tuple[str, Tensor]], n_distributed: int) -> str | None:
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         return "the module is wrapped by fully_shard already; synchronise it before wrapping"
     if n_distributed and not state:
@@ -121,7 +119,9 @@ def _trouble(
         if tensor.is_meta:
             return f"{name} is on the meta device; materialise the module (to_empty and init) first"
         if tensor.device.type != mesh.device_type:
-            return f"{name} is on {tensor.device.type!r}, but the mesh is of {mesh.device_type!r}; move the module first"
+            return (
+                f"{name} is on {tensor.device.type!r}, but the mesh is of {mesh.device_type!r}; move the module first"
+            )
     return None
 
 
@@ -169,4 +169,4 @@ def _verify(state: list[tuple[str, Tensor]], mesh: DeviceMesh, ranks: list[int])
 def _checksum(tensor: Tensor) -> str:
     # Of the bytes, so that NaNs compare equal to themselves.
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(memoryview(raw.numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor_spec import LayoutMismatchError, forget_old_world, on_new_world
 
-from ._torch_private import outside_modes
+from ._torch_private import flattened_mesh, outside_modes
 
 
 def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
@@ -64,7 +64,7 @@ def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size() and ranks == list(range(mesh.size())):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return mesh._flatten().get_group()
+    return flattened_mesh(mesh).get_group()
 
 
 def _require_ascending(ranks: list[int], mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor_spec import ShardTensorSpec
 
-from ._torch_private import TensorMeta, outside_modes, schema_argument_names, schema_writes
+from ._torch_private import OpOverload, TensorMeta, outside_modes, schema_argument_names, schema_writes
 
 PlanKind = Literal["native", "reshard", "gather"]
 Result = ShardTensorSpec | None | tuple["ShardTensorSpec | None", ...]
@@ -32,7 +32,7 @@ class Call:
         as a replicated one.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -114,7 +114,7 @@ class Plan:
     final: Result = None
     kind: PlanKind = "native"
 
-    def localize(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def localize(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Put the local values of shape arguments in place of the global ones."""
         if not self.replaced:
             return args, kwargs

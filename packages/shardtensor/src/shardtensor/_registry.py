@@ -20,7 +20,7 @@ from torch.overrides import resolve_name
 from shardtensor_spec import ShardTensorError
 
 from ._plan import Rule
-from ._torch_private import is_composite
+from ._torch_private import OpOverload, OpOverloadPacket, is_composite
 
 ENTRY_POINT_GROUP = "shardtensor.ops"
 POINTWISE = "tag:pointwise"
@@ -31,7 +31,7 @@ logger = logging.getLogger("shardtensor")
 Handler = Callable[..., Any]
 
 _rules: dict[str, Rule] = {}
-_dispatch_handlers: dict[torch._ops.OpOverload, Handler] = {}
+_dispatch_handlers: dict[OpOverload, Handler] = {}
 _function_handlers: dict[Callable[..., Any], Handler] = {}
 _named_function_handlers: dict[str, Handler] = {}
 _takes_plain: set[Callable[..., Any]] = set()
@@ -71,7 +71,7 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def register_dispatch_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
+def register_dispatch_handler(op: OpOverload, handler: Handler) -> None:
     """Serve an operator below autograd by ``handler(*args, **kwargs)``, in place of any rule."""
     _dispatch_handlers[op] = handler
     _changed()
@@ -106,7 +106,7 @@ def register_named_function_handler(name: str, handler: Handler) -> None:
     _changed()
 
 
-def find_rule(op: torch._ops.OpOverload) -> Rule | None:
+def find_rule(op: OpOverload) -> Rule | None:
     """Find the rule of an operator: by overload, by packet, then for every pointwise operator."""
     names = [str(op), str(op.overloadpacket)]
     if torch.Tag.pointwise in op.tags:
@@ -118,7 +118,7 @@ def find_rule(op: torch._ops.OpOverload) -> Rule | None:
     return None
 
 
-def find_dispatch_handler(op: torch._ops.OpOverload) -> Handler | None:
+def find_dispatch_handler(op: OpOverload) -> Handler | None:
     """Find the handler of an operator below autograd: for a composite one that nobody serves, what takes it apart."""
     for name in (str(op), str(op.overloadpacket)):
         _import_for(name)
@@ -136,7 +136,7 @@ def find_function_handler(function: Callable[..., Any]) -> Handler | None:
         if name is not None:
             _import_for(name)
         handler = _function_handlers.get(function) or _named_function_handlers.get(str(function))
-    if handler is None and isinstance(function, torch._ops.OpOverloadPacket):
+    if handler is None and isinstance(function, OpOverloadPacket):
         handler = _named_function_handlers.get(f"{function}.default")
     if handler is not None and _serves_operator(function):
         return _with_visible_errors(handler, _name_of(function) or str(function))

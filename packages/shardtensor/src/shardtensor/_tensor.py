@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardtensor_spec import ShardTensorSpec
 
-from ._torch_private import make_wrapper
+from ._torch_private import OpOverload, make_wrapper
 
 ShardingShapes = str | Mapping[int, Sequence[Sequence[int]]]
 
@@ -418,7 +418,7 @@ class ShardTensor(torch.Tensor):
     # -- settings ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def register_dispatch_handler(cls, op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+    def register_dispatch_handler(cls, op: OpOverload, handler: Callable[..., Any]) -> None:
         """Serve an operator below autograd.
 
         Parameters

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,11 +38,14 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 __all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
     "StorageWeakRef",
     "TensorMeta",
     "below_has_torch_function",
     "current_mesh",
     "direct_apply",
+    "flattened_mesh",
     "make_wrapper",
     "outside_modes",
     "run_below_torch_function",
@@ -93,7 +97,7 @@ def _namespace_below(module: str, namespace: dict[str, Any]) -> dict[str, Any]:
     return _namespaces[module]
 
 
-def schema_writes(op: torch._ops.OpOverload) -> tuple[int, ...]:
+def schema_writes(op: OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that an operator writes to."""
     return tuple(
         position
@@ -103,12 +107,12 @@ def schema_writes(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 @functools.cache
-def schema_argument_names(op: torch._ops.OpOverload) -> Sequence[str]:
+def schema_argument_names(op: OpOverload) -> Sequence[str]:
     """Names of an operator's arguments, in order."""
     return [argument.name for argument in op._schema.arguments]
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
+def is_composite(op: OpOverload) -> bool:
     """Whether an operator is written in terms of others, whose parts meet rules of their own.
 
     Autograd takes such operators apart; below it, in handlers and in inference mode, they arrive whole.
@@ -116,9 +120,14 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def returns_alias(op: torch._ops.OpOverload) -> bool:
+def returns_alias(op: OpOverload) -> bool:
     """Whether a result of the operator shares memory with an argument (views and in-place operators)."""
     return any(result.alias_info is not None for result in op._schema.returns)
+
+
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of one axis over the same ranks, row-major. All ranks call; torch makes it once."""
+    return mesh._flatten()
 
 
 def current_mesh() -> DeviceMesh:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ._axis_rule import DimNames, Linearity, axis_plan
 from ._convert import FromLocal, Redistribute, ToLocal, wrap
 from ._dispatch import dispatch
+from ._fallback_mode import report_gather
 from ._groups import axis_group, axis_name, whole_group
 from ._layout import contiguous_meta, make_spec, meta_of, placements_of, replicated_spec, without_partial
 from ._plan import Call, Plan, PlanKind, Result, Rule, run_on_meta
@@ -45,6 +46,7 @@ __all__ = [
     "register_function_handler",
     "register_rule",
     "replicated_spec",
+    "report_gather",
     "run_on_meta",
     "transition",
     "whole_group",

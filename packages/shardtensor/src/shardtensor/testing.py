@@ -22,6 +22,8 @@ from ._layout import meta_of, without_partial
 from ._tensor import ShardTensor
 from ._transition import transition
 
+__all__ = ["Layout", "check_op", "fallback_mode", "layouts_of", "shard", "splits"]
+
 _DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.complex128: 1e-10, torch.complex64: 1e-5}
 
 
