@@ -23,14 +23,6 @@ def test_functions_run_below_torch_function() -> None:
     assert type(total) is torch.Tensor
 
 
-def test_the_node_that_stores_a_gradient_is_known() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    twice = leaf * 2
-    (first, _) = twice.grad_fn.next_functions
-    assert _torch_private.is_accumulation(first[0])
-    assert not _torch_private.is_accumulation(twice.grad_fn)
-
-
 def test_autocast_is_seen() -> None:
     assert not _torch_private.autocast_is_on()
     with torch.autocast("cpu", torch.bfloat16):

@@ -34,7 +34,7 @@ from ._arguments import below, bind, is_in_graph, sharded_like
 from ._autocast import autocast_is_on
 from ._naming import shape_of
 from ._reduced_dims import checked_dims
-from ._torch_private import is_accumulation, requires_grad
+from ._torch_private import requires_grad
 
 aten = torch.ops.aten
 _SUM, _MEAN = aten.sum.default, aten.mean.default
@@ -54,9 +54,9 @@ class _Reduced(NamedTuple):
     dtype: torch.dtype | None
     gradient_of_result: ShardTensorSpec
     gradient_of_operand: ShardTensorSpec
-    dense_gradient_of_operand: ShardTensorSpec | None
     local_shape_kept: tuple[int, ...]  # of the result, reduced dims kept
     n_elements: int  # to divide by; 1 for a sum
+    may_be_cast: bool  # autocast makes it in float32: sums of short floats on accelerators, where no dtype is given
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,7 +80,6 @@ def _reduced(
     # The expanded dims take no memory, so they have no stride.
     strides = contiguous_meta(shape_kept, meta.dtype).stride
     expanded = tuple(0 if dim in reduced else stride for dim, stride in enumerate(strides))
-    dense = make_spec(spec.mesh, contiguous_meta(shape, meta.dtype), spec.grid)
     direct, result = _direct(spec, op, args, kwargs)
     return _Reduced(
         op=op,
@@ -94,9 +93,12 @@ def _reduced(
         dtype=dtype,
         gradient_of_result=make_spec(spec.mesh, meta, {position[d]: s for d, s in spec.grid.items() if d in position}),
         gradient_of_operand=make_spec(spec.mesh, TensorMeta(torch.Size(shape), expanded, meta.dtype), spec.grid),
-        dense_gradient_of_operand=dense if dense.tensor_meta == spec.tensor_meta else None,
         local_shape_kept=tuple(1 if dim in reduced else extent for dim, extent in enumerate(spec.local_shape)),
         n_elements=math.prod(shape[dim] for dim in reduced) if is_mean else 1,
+        may_be_cast=not is_mean
+        and dtype is None
+        and meta.dtype in (torch.float16, torch.bfloat16)
+        and spec.mesh.device_type != "cpu",
     )
 
 
@@ -111,7 +113,8 @@ def _direct(
     plan = plan_sum(Call(op, (spec, *args), kwargs or {}))
     if plan is None or plan.targets != (spec,) or plan.kind != "native" or not isinstance(plan.result, ShardTensorSpec):
         return None, None
-    if plan.local is None:
+    if plan.local is None or plan.local is op:
+        # The function of torch costs half of the operator's own call.
         fast = torch.mean if op in (_MEAN, aten.mean.dim) else torch.sum
         return (functools.partial(_called, fast, args, kwargs or {}) if args or kwargs else fast), plan.result
     return functools.partial(_called, plan.local, args, kwargs or {}), plan.result
@@ -133,13 +136,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, reduced: _Reduced) -> Any:
         ctx.reduced = reduced
+        if reduced.direct is not None:  # as `_run`, without its frame
+            return wrap(reduced.direct(tensor._local_tensor), reduced.result)  # type: ignore[arg-type]
         return _run(tensor, reduced)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
         if torch.is_grad_enabled():
             return _Expand.apply(gradient, ctx.reduced), None
-        return _expanded(gradient, ctx.reduced, is_accumulation(ctx.next_functions[0][0])), None
+        return _expanded(gradient, ctx.reduced), None
 
 
 class _Expand(torch.autograd.Function):
@@ -157,7 +162,7 @@ class _Expand(torch.autograd.Function):
         return _apply(gradient, again), None
 
 
-def _expanded(gradient: Any, reduced: _Reduced, is_for_leaf: bool = False) -> Any:
+def _expanded(gradient: Any, reduced: _Reduced) -> Any:
     target = reduced.gradient_of_result
     gradient = sharded_like(gradient, target)
     local: Tensor = gradient._local_tensor
@@ -169,21 +174,26 @@ def _expanded(gradient: Any, reduced: _Reduced, is_for_leaf: bool = False) -> An
     assert spec.tensor_meta is not None
     if local.dtype is not spec.tensor_meta.dtype:
         local = local.to(spec.tensor_meta.dtype)
-    local = local.reshape(reduced.local_shape_kept).expand(spec.local_shape)
-    if is_for_leaf and reduced.dense_gradient_of_operand is not None:
-        # Autograd would copy an expanded gradient before it becomes ``.grad``, operator by operator.
-        return wrap(local.contiguous(), reduced.dense_gradient_of_operand)
-    return wrap(local, spec)
+    if local.ndim:
+        local = local.reshape(reduced.local_shape_kept)
+    return wrap(local.expand(spec.local_shape), spec)
 
 
 _apply = direct_apply(_Sum)
 
 
 def _serve(is_mean: bool) -> Any:
+    @functools.lru_cache(maxsize=1024)
+    def over_all(spec: ShardTensorSpec) -> _Reduced:
+        """Look up the commonest case by one key."""
+        return _reduced(spec, is_mean, None, False, None)
+
+    on_new_world(over_all.cache_clear)
+
     def serve(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not kwargs and len(args) == 1:
             (tensor,) = args
-            reduced = _reduced(tensor._spec, is_mean, None, False, None)
+            reduced = over_all(tensor._spec)
         else:
             bound = bind(args, kwargs, ("input", "dim", "keepdim"), ("dtype",))
             if bound is None or type(bound["input"]) is not ShardTensor or not _is_served(bound.get("dim")):
@@ -191,20 +201,13 @@ def _serve(is_mean: bool) -> Any:
             tensor, dims = bound["input"], bound.get("dim")
             dims = (dims,) if type(dims) is int else None if dims is None else tuple(dims)
             reduced = _reduced(tensor._spec, is_mean, dims, bool(bound.get("keepdim")), bound.get("dtype"))
-        if autocast_is_on() and not is_mean and _is_cast_by_autocast(tensor, reduced):
+        if reduced.may_be_cast and autocast_is_on() and torch.is_autocast_enabled(tensor.device.type):
             return torch.sum(tensor, reduced.dims, reduced.keepdim, dtype=torch.float32)
         if torch.is_grad_enabled() and requires_grad(tensor):
             return _apply(tensor, reduced)
         return _run(tensor, reduced)
 
     return serve
-
-
-def _is_cast_by_autocast(tensor: Any, reduced: _Reduced) -> bool:
-    """Whether autocast makes this sum in float32: on accelerators, where no dtype is given."""
-    device_type = tensor.device.type
-    is_short = tensor.dtype in (torch.float16, torch.bfloat16)
-    return is_short and reduced.dtype is None and device_type != "cpu" and torch.is_autocast_enabled(device_type)
 
 
 def _is_served(dims: Any) -> bool:
@@ -229,10 +232,11 @@ def _nanmean(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return total / tensor.isnan().logical_not_().sum(dims, keepdim)
 
 
+_serve_sum, _serve_mean = _serve(is_mean=False), _serve(is_mean=True)
 for _function in (torch.sum, torch.Tensor.sum):
-    register_function_handler(_function, _serve(is_mean=False), promote=False)
+    register_function_handler(_function, _serve_sum, promote=False)
 for _function in (torch.mean, torch.Tensor.mean):
-    register_function_handler(_function, _serve(is_mean=True), promote=False)
+    register_function_handler(_function, _serve_mean, promote=False)
 for _function in (torch.nansum, torch.Tensor.nansum):
     register_function_handler(_function, _nansum, promote=False)
 on_new_world(_reduced.cache_clear)

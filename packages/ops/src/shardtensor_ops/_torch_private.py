@@ -45,11 +45,6 @@ UPSAMPLING = {
 """Mode of interpolation -> name of its operator, to be formatted with the number of spatial dims."""
 
 
-def is_accumulation(node: Any) -> bool:
-    """Whether a node of the graph stores a gradient in a leaf."""
-    return type(node).__name__ == "AccumulateGrad"
-
-
 def change_shape_only(op: torch._ops.OpOverload, wrapper: torch.Tensor, *arguments: Any) -> None:
     """Run an in-place view operator on what a subclass shows of itself, without dispatching to the subclass."""
     with no_dispatch():
@@ -63,7 +58,6 @@ __all__ = [
     "autocast_is_on",
     "below_torch_function",
     "change_shape_only",
-    "is_accumulation",
     "nearest_exact_1d",
     "outside_modes",
     "requires_grad",

@@ -41,8 +41,8 @@ _plans: dict[Key, Plan] = {}
 _handlers: dict[Any, Handler | None] = {}
 
 
-def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator on ShardTensors.
+def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """Run an operator on ShardTensors, below autograd.
 
     Parameters
     ----------
@@ -55,6 +55,13 @@ def dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
     -----
     Communication: what the operator's plan says; none on the direct path.
     """
+    return torch_dispatch(ShardTensor, op, (), args, kwargs)
+
+
+def torch_dispatch(
+    cls: type[torch.Tensor], op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Be ``ShardTensor.__torch_dispatch__``."""
     # Specialised by arity: generic key building costs as much as the operator itself.
     if not kwargs:
         n_args = len(args)

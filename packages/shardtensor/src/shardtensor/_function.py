@@ -32,15 +32,23 @@ _ON_OBJECTS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+
 _INERT = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size, slice})
 
 _served: dict[Callable[..., Any], Handler | None] = {}
 """Function -> what serves it; None for what runs as it is, once plain operands that need a gradient are promoted."""
 
 
-def torch_function(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Serve ``ShardTensor.__torch_function__``."""
-    if torch.compiler.is_dynamo_compiling():
+def torch_function(
+    cls: type[torch.Tensor],
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Be ``ShardTensor.__torch_function__``."""
+    if _is_traced_by_dynamo():
         return run_below_torch_function(func, types, args, kwargs if kwargs is not None else {})
     try:
         serve = _served[func]

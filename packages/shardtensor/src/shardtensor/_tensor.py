@@ -71,15 +71,8 @@ class ShardTensor(torch.Tensor):
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch_function(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return dispatch(func, args, kwargs)
+    # __torch_function__ and __torch_dispatch__ are set below the class: the engine's own functions, not methods that call
+    # them, since every frame is paid for by every operator.
 
     @classmethod
     def patches_enabled(cls) -> bool:
@@ -491,7 +484,7 @@ from ._convert import (  # noqa: E402
     gradient_spec,
     redistribute_below_autograd,
 )
-from ._dispatch import dispatch  # noqa: E402
+from ._dispatch import torch_dispatch  # noqa: E402
 from ._fallback_mode import FallbackMode, set_fallback_mode  # noqa: E402
 from ._from_local import from_local, redistribute_target  # noqa: E402
 from ._function import torch_function  # noqa: E402
@@ -507,3 +500,6 @@ from ._registry import (  # noqa: E402
     register_function_handler,
     register_named_function_handler,
 )
+
+ShardTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[method-assign, assignment]
+ShardTensor.__torch_dispatch__ = classmethod(torch_dispatch)  # type: ignore[method-assign, assignment]
