@@ -501,5 +501,5 @@ from ._registry import (  # noqa: E402
     register_named_function_handler,
 )
 
-ShardTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[method-assign, assignment]
-ShardTensor.__torch_dispatch__ = classmethod(torch_dispatch)  # type: ignore[method-assign, assignment]
+ShardTensor.__torch_function__ = classmethod(torch_function)
+ShardTensor.__torch_dispatch__ = classmethod(torch_dispatch)
