@@ -2,9 +2,10 @@
 
 Run ``hatch run bench-dispatch``, or ``torchrun --nproc-per-node 2 benchmarks/dispatch.py``. Each rank measures the
 CPU time of its own thread, which waiting for other ranks or for other programs does not touch; rank 0 prints the
-medians. Plain weights are promoted by ShardTensor itself; DTensor cannot, so its side makes them DTensors by
-``DTensor.from_local`` in every call, which completes their gradients likewise. The two libraries take turns, so that a slow phase of the machine hits both. Backward passes enter the autograd
-engine directly: ``torch.autograd.grad`` adds its own checks once per backward pass, not per operator.
+medians. The two libraries take turns, so that a slow phase of the machine hits both. Plain weights are promoted by
+ShardTensor itself; DTensor cannot, so its side makes them DTensors by ``DTensor.from_local`` in every call, which
+completes their gradients likewise. Backward passes enter the autograd engine directly: ``torch.autograd.grad`` adds
+its own checks once per backward pass, not per operator.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_trouble_on_one_rank_is_raised_on_all() -> None:
         sync_module_over_mesh(nn.Linear(2, 2, device="meta" if rank == 1 else "cpu"), mesh)
     with pytest.raises(RuntimeError, match=r"metadata differs between rank 0 and rank 1: 'weight \(2, 2\)"):
         sync_module_over_mesh(nn.Linear(2 + rank, 2), mesh)
-    with pytest.raises(RuntimeError, match="'bias .* is on one side only"):
+    with pytest.raises(RuntimeError, match=r"'bias .* is on one side only"):
         sync_module_over_mesh(nn.Linear(2, 2, bias=rank == 0), mesh)
 
 

@@ -1,7 +1,8 @@
 """Pointwise operators: every dim corresponds, by broadcasting.
 
 Served are all operators that torch tags as pointwise, in-place and out forms included, and those that it forgets to tag
-(the manifest lists them). Which of them are linear, and so carry a pending sum, is a list of its own: everything else reduces first.
+(the manifest lists them). Which of them are linear, and so carry a pending sum, is a list of its own: everything else
+reduces first.
 """
 
 from __future__ import annotations

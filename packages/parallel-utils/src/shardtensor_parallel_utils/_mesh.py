@@ -63,6 +63,6 @@ def init_domain_mesh(
             f"a mesh of ddp={wanted[0]} by domain={wanted[1]} does not use the {n_ranks} processes: "
             f"{ddp} x {domain} = {ddp * domain}",
             where="init_domain_mesh",
-            advice=f"choose ddp and domain whose product is {n_ranks}, or start {max(ddp, 1) * max(domain, 1)} processes",
+            advice=f"choose ddp and domain whose product is {n_ranks}, or start as many processes as their product",
         )
     return init_device_mesh(device_type, (ddp, domain), mesh_dim_names=AXIS_NAMES)

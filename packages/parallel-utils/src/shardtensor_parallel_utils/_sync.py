@@ -27,8 +27,8 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     """Copy a module's plain parameters and buffers from one rank of a mesh axis to the others, in place.
 
     DDP makes weights equal over its own process group only, and FSDP2 over none, so call this for the domain axis
-    whenever it has more than one rank, before FSDP2 wraps the module. DTensors and ShardTensors are skipped: their shards
-    are meant to differ. Gradients and later changes of buffers are not synchronised here.
+    whenever it has more than one rank, before FSDP2 wraps the module. DTensors and ShardTensors are skipped: their
+    shards are meant to differ. Gradients and later changes of buffers are not synchronised here.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     LayoutMismatchError
         (a ``ValueError``) If the mesh has several axes, or the source is not in it.
     ModuleStateError
-        (a ``RuntimeError``) On all ranks alike, naming the rank: if the module is an FSDP2 module already, has meta tensors or
-        tensors on another device type than the mesh, has distributed state only, if the tensors' names, shapes or dtypes
-        differ between ranks, or if ``verify`` finds different values.
+        (a ``RuntimeError``) On all ranks alike, naming the rank: if the module is an FSDP2 module already, has meta
+        tensors or tensors on another device type than the mesh, has distributed state only, if the tensors' names,
+        shapes or dtypes differ between ranks, or if ``verify`` finds different values.
 
     Notes
     -----
@@ -83,8 +83,9 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
             raise ModuleStateError(f"rank {rank}: {trouble}", where="sync_module_over_mesh")
     for rank, (_, signature) in zip(ranks, reports, strict=True):
         if signature != reports[0][1]:
+            difference = _first_difference(reports[0][1], signature)
             raise ModuleStateError(
-                f"metadata differs between rank {ranks[0]} and rank {rank}: {_first_difference(reports[0][1], signature)}",
+                f"metadata differs between rank {ranks[0]} and rank {rank}: {difference}",
                 where="sync_module_over_mesh",
                 advice="build the same model on every rank",
             )

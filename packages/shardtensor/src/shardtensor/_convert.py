@@ -16,7 +16,6 @@ from ._layout import without_partial
 from ._torch_private import TensorMeta, make_wrapper
 from ._transition import transition
 
-
 wrap: Callable[[torch.Tensor, ShardTensorSpec], Any] = functools.partial(
     make_wrapper, _tensor.ShardTensor, requires_grad=False
 )

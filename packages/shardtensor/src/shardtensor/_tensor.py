@@ -71,8 +71,8 @@ class ShardTensor(torch.Tensor):
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
-    # __torch_function__ and __torch_dispatch__ are set below the class: the engine's own functions, not methods that call
-    # them, since every frame is paid for by every operator.
+    # __torch_function__ and __torch_dispatch__ are set below the class: the engine's own functions, not methods that
+    # call them, since every frame is paid for by every operator.
 
     @classmethod
     def patches_enabled(cls) -> bool:

@@ -1,9 +1,10 @@
 """What an author of operators needs: rules, layouts, transitions. The guide has an operator in 20 lines.
 
-A *rule* plans an operator below autograd from the layouts alone (`register_rule`, `axis_plan`); torch's own autograd formula
-then runs on ShardTensors. A *function handler* (``ShardTensor.register_function_handler``) serves a Python-level function
-above autograd, where the backward must be our own: it calls a ``torch.autograd.Function`` whose forward and backward
-take the local tensors (``tensor._local_tensor``), communicate through ``shardtensor_collectives``, and `wrap` the result.
+A *rule* plans an operator below autograd from the layouts alone (`register_rule`, `axis_plan`); torch's own autograd
+formula then runs on ShardTensors. A *function handler* (``ShardTensor.register_function_handler``) serves a
+Python-level function above autograd, where the backward must be our own: it calls a ``torch.autograd.Function`` whose
+forward and backward take the local tensors (``tensor._local_tensor``), communicate through
+``shardtensor_collectives``, and `wrap` the result.
 """
 
 from __future__ import annotations
