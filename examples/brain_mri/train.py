@@ -29,8 +29,8 @@ from shardtensor_collectives import comm_trace
 
 #: AdamW divides every gradient by its size, so small ones, which are mostly rounding (a bias in front of an instance
 #: norm has no other), move the weights as fast as large ones, differently in every run. With a small epsilon (1e-8 is
-#: the default) two single-process runs that round differently may part by more than 1e-3 within 20 steps; with this one
-#: they stay within about 1e-4, and the loss falls as fast.
+#: the default) two single-process runs that round differently may part by more than 1e-3 within 20 steps; with this
+#: one they stay within about 1e-4, and the loss falls as fast.
 ADAM_EPSILON = 1e-2
 
 
