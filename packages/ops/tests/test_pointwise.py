@@ -122,7 +122,7 @@ def test_a_hit_costs_few_frames_and_no_communication() -> None:
         frames: list[str] = []
 
         def count(frame: FrameType, event: str, argument: object, frames: list[str] = frames) -> None:
-            if event == "call":
+            if event == "call" and "/src/shardtensor" in frame.f_code.co_filename:
                 frames.append(frame.f_code.co_name)
 
         with comm_trace() as trace:
@@ -130,5 +130,4 @@ def test_a_hit_costs_few_frames_and_no_communication() -> None:
             call()
             sys.setprofile(None)
         assert trace.events == []
-        ours = [name for name in frames if name not in ("<lambda>", "is_dynamo_compiling", "__call__")]
-        assert ours == ["torch_function", "torch_dispatch"], frames
+        assert frames == ["torch_function", "torch_dispatch"]
