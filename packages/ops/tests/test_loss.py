@@ -227,7 +227,7 @@ def test_the_mean_of_cross_entropy_costs_one_small_all_reduce() -> None:
     with comm_trace() as trace:
         loss = F.nll_loss(log_p, target)
         loss.backward()
-    assert [(event.collective, event.bytes_sent) for event in trace.events] == [("all_reduce", 16)]
+    assert [(event.collective, event.bytes_sent) for event in trace.events] == [("all_reduce", 24)]
     assert loss.placements == (Replicate(),)
 
 
@@ -273,3 +273,13 @@ def test_second_derivatives() -> None:
 
     for layout in layouts_of(x.shape, mesh):
         check_op(penalty, x, y, mesh=mesh, layouts=[layout, None])
+
+
+@pytest.mark.ranks(2)
+def test_a_class_out_of_range_on_one_rank_is_raised_on_all() -> None:
+    """Field case C1: the other ranks would wait for the sums of the one that raised."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("domain",))
+    x = shard(torch.randn(5, 3), mesh, Layout((Shard(0),), {0: (1, 4)}))
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(x, torch.tensor([0, 1, 2, 7, 0]))
+    assert F.cross_entropy(x, torch.tensor([0, 1, 2, 2, 0])).isfinite().all()

@@ -134,7 +134,10 @@ def plan_nll(call: Call) -> Plan | None:
 
     Notes
     -----
-    Communication: for the mean, one all-reduce of two numbers over every axis that shards rows; none else.
+    Communication: for the mean, one all-reduce of three numbers over every axis that shards rows; none else.
+
+    A class index out of range is seen by the rank that holds it. For the mean it travels with the sums, so that all
+    ranks raise; a sum or no reduction does not communicate, so there it raises on that rank only.
     """
     names = _nll_names(call.specs)
     reduction = call.argument("reduction")
@@ -156,13 +159,21 @@ def _nll_mean(op: Any, spec: ShardTensorSpec, axes: Sequence[int]) -> Callable[.
     lines = [(axis_group(spec.mesh, axis), axis_name(spec.mesh, axis)) for axis in axes]
 
     def run(input: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-        mean, total = op(input, target, weight, _MEAN, ignore_index)
+        fault: IndexError | None = None
+        try:
+            mean, total = op(input, target, weight, _MEAN, ignore_index)
+        except IndexError as error:  # the others wait in the all-reduce below, so it is raised behind that
+            fault, mean, total = error, input.new_zeros(()), input.new_zeros(())
         # A sum of many rows leaves the range of float16, so sums are float32 at least.
         wide = torch.promote_types(mean.dtype, torch.float32)
         n = total.to(wide)
-        sums = torch.stack([torch.where(n == 0, n, mean.to(wide) * n), n])
+        n_faults = torch.full_like(n, 0 if fault is None else 1)
+        sums = torch.stack([torch.where(n == 0, n, mean.to(wide) * n), n, n_faults])
         for group, name in lines:
             sums = all_reduce(sums, group, axis=name)
+        # On other devices torch itself does not raise, and a graph that is being traced has no numbers.
+        if type(sums) is torch.Tensor and sums.device.type == "cpu" and sums[2] != 0:
+            raise IndexError("a target is out of bounds on some rank: see the rank whose error has a cause") from fault
         return (sums[0] / sums[1]).to(mean.dtype), sums[1].to(total.dtype)
 
     return run
