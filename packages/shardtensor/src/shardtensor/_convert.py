@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from shardtensor_collectives import operator_range
 from shardtensor_spec import LayoutMismatchError, ShardTensorSpec, chunk_grid, normalized_placements
 
 from . import _debug, _tensor
@@ -73,7 +74,8 @@ def redistribute_below_autograd(tensor: Any, target: ShardTensorSpec) -> Any:
     if _debug.enabled:
         _debug.check_agreement("redistribute", (tensor, target), source.mesh)
     target = target.with_meta(source.tensor_meta)
-    local = transition(tensor._local_tensor, source, target)
+    with operator_range("redistribute"):
+        local = transition(tensor._local_tensor, source, target)
     if local is tensor._local_tensor:
         local = local.detach()
     elif local.numel() < tensor._local_tensor.numel() and local._is_view():

@@ -20,10 +20,11 @@ from shardtensor_spec import LayoutMismatchError, ShardTensorError, ShardTensorS
 
 from . import _debug, _tensor
 from ._fallback_mode import report_gather
-from ._layout import meta_of, replicated_spec, without_partial
+from ._layout import replicated_spec, without_partial
 from ._lost_alias import any_copied_views, check_may_write, on_first_copied_view, remember_copied_view
+from ._operands import argument_at, common_mesh, key_of, local_of, locals_of, map_operands, operands_of, spec_of
 from ._plan import Call, Plan
-from ._promotion import check_may_promote, promote
+from ._promotion import check_may_promote, promote_all
 from ._random import seeded_by_shard
 from ._registry import Handler, find_dispatch_handler, find_rule, on_registration
 from ._torch_private import make_wrapper, returns_alias, schema_writes
@@ -100,8 +101,8 @@ def torch_dispatch(
                 key.append(argument)
                 locals_.append(argument)
             else:
-                key.append(_key_of(argument))
-                locals_.append(_locals_of(argument))
+                key.append(key_of(argument))
+                locals_.append(locals_of(argument))
         found = _find_direct(tuple(key))
         if found is not None:
             return _run_direct(found, locals_, args)
@@ -130,12 +131,12 @@ def _run_direct(found: Any, locals_: list[Any], args: tuple[Any, ...]) -> Any:
 
 def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _debug.enabled:  # before anything that one rank alone could raise
-        _debug.check_agreement(str(op), (args, kwargs), _mesh_of(op, args, kwargs))
+        _debug.check_agreement(str(op), (args, kwargs), common_mesh(op, args, kwargs))
     handler = _handlers[op] if op in _handlers else _handlers.setdefault(op, find_dispatch_handler(op))
     if handler is not None:
-        mesh = _mesh_of(op, args, kwargs)
-        return handler(*_promote_operands(args, mesh), **_promote_operands(kwargs, mesh))
-    key = (op, *map(_key_of, args), *((name, _key_of(value)) for name, value in kwargs.items()))
+        mesh = common_mesh(op, args, kwargs)
+        return handler(*promote_all(args, mesh), **promote_all(kwargs, mesh))
+    key = (op, *map(key_of, args), *((name, key_of(value)) for name, value in kwargs.items()))
     try:
         plan = _plans.get(key)
     except TypeError:  # a symbolic size cannot be hashed, so the plan is made anew
@@ -147,8 +148,12 @@ def _dispatch_generally(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _make_plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    mesh = _mesh_of(op, args, kwargs)
-    call = Call(op, _specs_for(args, mesh), _specs_for(kwargs, mesh))
+    mesh = common_mesh(op, args, kwargs)
+    call = Call(
+        op,
+        map_operands(lambda tensor: spec_of(tensor, mesh), args),
+        map_operands(lambda tensor: spec_of(tensor, mesh), kwargs),
+    )
     try:
         rule = find_rule(op)
         plan = rule(call) if rule is not None else None
@@ -164,7 +169,7 @@ def _remember(key: Key, plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict
             for old in list(table)[: N_CACHED_PLANS // 4]:
                 del table[old]
     _plans[key] = plan
-    operands = _operands(args)
+    operands = operands_of(args)
     writes = schema_writes(op)
     layouts = plan.result if isinstance(plan.result, tuple) else (plan.result,)
     is_direct = (
@@ -204,10 +209,10 @@ def _returns_new(op: Any) -> bool:
 
 
 def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mesh = _mesh_of(op, args, kwargs)
-    operands = _operands(args) + _operands(kwargs)
+    mesh = common_mesh(op, args, kwargs)
+    operands = operands_of(args) + operands_of(kwargs)
     written = [
-        operand for position in schema_writes(op) for operand in _operands(_argument(op, position, args, kwargs))
+        operand for position in schema_writes(op) for operand in operands_of(argument_at(op, position, args, kwargs))
     ]
     for operand in written:
         if isinstance(operand, ShardTensor):
@@ -219,11 +224,14 @@ def _execute(plan: Plan, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if plan.kind == "gather":
             report_gather(str(op), tuple(t._spec for t in operands if isinstance(t, ShardTensor)))
         locals_ = [
-            transition(_local_of(operand), _spec_of(operand, mesh), target)
+            transition(local_of(operand), spec_of(operand, mesh), target)
             for operand, target in zip(operands, plan.targets, strict=True)
         ]
         stream = iter(locals_)
-        local_args, local_kwargs = _with_locals(args, stream), _with_locals(kwargs, stream)
+        local_args, local_kwargs = (
+            map_operands(lambda _: next(stream), args),
+            map_operands(lambda _: next(stream), kwargs),
+        )
         local_args, local_kwargs = plan.localize(op, local_args, local_kwargs)
         call = plan.local or op
         if torch.Tag.nondeterministic_seeded in op.tags:
@@ -311,99 +319,6 @@ def _check_plain_operand(tensor: torch.Tensor, op: Any, mesh: Any) -> None:
             where=str(op),
             advice="make it a ShardTensor first, e.g. ShardTensor.from_local(tensor, mesh, [Replicate()])",
         )
-
-
-def _mesh_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    meshes = [t._spec.mesh for t in _operands(args) + _operands(kwargs) if isinstance(t, ShardTensor)]
-    for mesh in meshes[1:]:
-        if mesh is not meshes[0] and mesh != meshes[0]:
-            raise LayoutMismatchError(
-                f"ShardTensors on two meshes meet: {meshes[0]} and {mesh}",
-                where=str(op),
-                inputs=[t._spec.describe() for t in _operands(args) if isinstance(t, ShardTensor)],
-                advice="gather one of them with full_tensor() and make it a ShardTensor on the other mesh",
-            )
-    return meshes[0]
-
-
-def _operands(value: Any) -> list[Any]:
-    """Collect the tensors among arguments, those in lists included, in the order of `Call.specs`."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _operands(item)]
-    return []
-
-
-def _argument(op: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name)
-
-
-def _local_of(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, ShardTensor) else value
-
-
-def _locals_of(value: Any) -> Any:
-    """Replace ShardTensors by their shards, in lists too; anything else stays."""
-    if isinstance(value, ShardTensor):
-        return value._local_tensor
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return [_locals_of(item) for item in value]
-    return value
-
-
-def _spec_of(tensor: Any, mesh: Any) -> ShardTensorSpec:
-    return tensor._spec if isinstance(tensor, ShardTensor) else replicated_spec(tensor, mesh)
-
-
-def _specs_for(value: Any, mesh: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _spec_of(value, mesh)
-    if isinstance(value, dict):
-        return {name: _specs_for(item, mesh) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_specs_for(item, mesh) for item in value)
-    return value
-
-
-def _with_locals(value: Any, locals_: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return next(locals_)
-    if isinstance(value, dict):
-        return {name: _with_locals(item, locals_) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_locals(item, locals_) for item in value)
-    return value
-
-
-def _promote_operands(value: Any, mesh: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if isinstance(value, ShardTensor) else promote(value, mesh)
-    if isinstance(value, dict):
-        return {name: _promote_operands(item, mesh) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_promote_operands(item, mesh) for item in value)
-    return value
-
-
-def _key_of(value: Any) -> Any:
-    """Return what a plan may depend on: the layout of a tensor, the type of a float, the value of anything else."""
-    kind = type(value)
-    if kind is ShardTensor:
-        return value._spec
-    if kind is float:
-        return float
-    if kind is bool:
-        return (bool, value)
-    if isinstance(value, ShardTensor):
-        return value._spec
-    if isinstance(value, torch.Tensor):
-        return ("plain", meta_of(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key_of, value))
-    return value
 
 
 def forget_plans() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardtensor_collectives import operator_range
 from shardtensor_spec import LayoutMismatchError, ShardTensorSpec, describe_placement
 
 from . import _tensor
@@ -98,7 +99,8 @@ class _Complete(torch.autograd.Function):
 
 def _complete(tensor: Any) -> torch.Tensor:
     spec = tensor._spec
-    return transition(tensor._local_tensor, spec, spec.replicated()).detach()
+    with operator_range("promotion backward"):
+        return transition(tensor._local_tensor, spec, spec.replicated()).detach()
 
 
 def check_may_promote(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
